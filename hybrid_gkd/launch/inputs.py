@@ -85,7 +85,7 @@ def critic(facts: Facts) -> str:
     return found
 
 
-def reference(facts: Facts) -> str:
+def reference_policy(facts: Facts) -> str:
     """Check the folder of the reference policy, its tokenizer against the student's, and its length limit."""
     config, key = facts.config, "actor_rollout_ref.ref.model.path"
     path = config.actor_rollout_ref.ref.model.path

@@ -223,7 +223,7 @@ CHECKS = (
     Check("data", inputs.data, after=("student", "files")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("critic", inputs.critic, after=("student",)),
-    Check("reference", inputs.reference, after=("student",)),
+    Check("reference", inputs.reference_policy, after=("student",)),
     Check("reward model", inputs.reward_model, after=("data",)),
     Check("teacher", inputs.teacher),
     Check("compatibility", check_compatibility, after=("student", "teacher")),

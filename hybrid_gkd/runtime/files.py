@@ -55,7 +55,7 @@ class JsonLinesFile:
 
     def append(self, rows: Iterable[Any]) -> None:
         """Write rows. Raises OSError, and ValueError for a number that JSON cannot represent."""
-        self._unwritten += encode(rows)
+        self._unwritten += encode_rows(rows)
         data, start = memoryview(self._unwritten), self.size()
         try:
             while data:
@@ -97,7 +97,7 @@ class ReservedSpace:
         self._path.unlink(missing_ok=True)
 
 
-def encode(rows: Iterable[Any]) -> bytes:
+def encode_rows(rows: Iterable[Any]) -> bytes:
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     # A lone surrogate, which a tokenizer may decode to, has no UTF-8 form.
     return "".join(lines).encode("utf-8", errors="replace")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
-from hybrid_gkd.demo.sorting import make_tokenizer
+from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError
 
 CHATML = (
@@ -17,7 +17,7 @@ FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}<
 
 
 def tokenizer(template=CHATML):
-    made = make_tokenizer()  # a token per byte
+    made = make_byte_tokenizer()  # a token per byte
     made.chat_template = template
     return made
 
@@ -38,7 +38,7 @@ def trained(task):
     tokens = np.concatenate([task.token_ids, task.response_ids])
     edges = np.flatnonzero(np.diff(task.loss_mask.astype(int))) + 1
     parts = zip(np.split(tokens, edges), np.split(task.loss_mask, edges), strict=True)
-    return "|".join(make_tokenizer().decode(part) for part, mask in parts if mask[0])
+    return "|".join(make_byte_tokenizer().decode(part) for part, mask in parts if mask[0])
 
 
 def said(role, content):
@@ -48,15 +48,15 @@ def said(role, content):
 def test_a_text_and_a_message_are_the_same_answer(tmp_path):
     rows = [{"prompt": "1+1", "response": "2 €"}, {"prompt": "1+1", "response": [said("assistant", "2 €")]}]
     text, message = load(tmp_path, rows)
-    assert make_tokenizer().decode(text.token_ids) == "<|im|>user\n1+1<|end|>\n<|im|>assistant\n"
-    assert make_tokenizer().decode(text.response_ids) == "2 €<|end|>\n"
+    assert make_byte_tokenizer().decode(text.token_ids) == "<|im|>user\n1+1<|end|>\n<|im|>assistant\n"
+    assert make_byte_tokenizer().decode(text.response_ids) == "2 €<|end|>\n"
     assert trained(text) == trained(message) == "2 €<|end|>\n"
 
 
 def test_without_a_chat_template_an_answer_ends_with_the_end_of_sequence_token(tmp_path):
     rows = [{"prompt": "1+1=", "response": " 2"}, {"prompt": "1+1=", "response": " 2<|end|>"}]
     for task in load(tmp_path, rows, template=None):
-        assert make_tokenizer().decode(task.token_ids) == "1+1="
+        assert make_byte_tokenizer().decode(task.token_ids) == "1+1="
         assert trained(task) == " 2<|end|>"
 
 
@@ -85,7 +85,7 @@ def test_the_last_messages_of_a_chat_are_the_answer(tmp_path, mask, found):
     [task] = load(tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask=mask)
     assert task.text == "c"
     assert trained(task) == found
-    whole = make_tokenizer().decode(np.concatenate([task.token_ids, task.response_ids]))
+    whole = make_byte_tokenizer().decode(np.concatenate([task.token_ids, task.response_ids]))
     assert whole == tokenizer().apply_chat_template(CHAT, tokenize=False)
 
 
@@ -99,7 +99,7 @@ def test_spans_are_left_out_token_by_token(tmp_path):
     row = {"prompt": "p", "response": "abäcd", "spans": [[0, 1], [2, 3]]}
     first, second = load(tmp_path, [row, {"prompt": "p", "response": "x", "spans": None}])
     assert (trained(first), trained(second)) == ("b|cd<|end|>\n", "x<|end|>\n")
-    assert make_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
+    assert make_byte_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog
 @pytest.mark.parametrize(("side", "kept"), [("left", "er\nc<|end|>\n<|im|>assistant\n"), ("right", None)])
 def test_a_cut_prompt_keeps_the_mask_of_what_is_left(tmp_path, side, kept):
     [whole] = load(tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask="assistant")
-    size = len(make_tokenizer()(kept, add_special_tokens=False).input_ids) if kept else 24
+    size = len(make_byte_tokenizer()(kept, add_special_tokens=False).input_ids) if kept else 24
     [task] = load(
         tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask="assistant",
         truncation=side, max_prompt_length=size,

@@ -10,10 +10,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
-from hybrid_gkd.demo.sorting import make_tokenizer
+from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
 
-TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
+TOKENIZER = make_byte_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
 
 
 def load(*files, **changes):
@@ -186,7 +186,7 @@ def test_a_template_sees_all_that_a_message_has(write, tmp_path, suffix):
     file = write([{"prompt": chat}])
     if suffix == "parquet":
         datasets.Dataset.from_list([{"prompt": chat}]).to_parquet(file := tmp_path / "rows.parquet")
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}"
         "{% for call in m.tool_calls or [] %} calls {{ call.function.name }}{% endfor %}]{% endfor %}"
@@ -210,7 +210,7 @@ def test_tools_and_calls_without_content_reach_the_template(write, tmp_path, cap
     file = write(rows)
     if suffix == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(file := tmp_path / "rows.parquet")
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
         "{% for m in messages %}[{{ m.role }}{% if m.content is none %} calls{% endif %}]{% endfor %}"
@@ -243,7 +243,7 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
     ]  # fmt: skip
     (table := datasets.Dataset.from_list(rows)).to_parquet(tmp_path / "rows.parquet")
     table.save_to_disk(tmp_path / "saved")
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ messages | tojson(sort_keys=true) }}"
     files = write(rows), tmp_path / "rows.parquet", tmp_path / "saved"
     texts, *others = ([decode(each) for each in load(f, tokenizer=tokenizer, max_prompt_length=512)] for f in files)
@@ -253,7 +253,7 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
 
 
 def test_template_arguments_and_a_tokenizer_without_a_template(write):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
     [prompt] = load(write([{"prompt": "x"}]), tokenizer=tokenizer, apply_chat_template_kwargs={"shout": "hey"})
     assert decode(prompt) == "HEY"
@@ -270,7 +270,7 @@ def test_template_arguments_and_a_tokenizer_without_a_template(write):
     [("<|user|> $A", ["<|user|>"]), ("$A <|end|> <|end|>", []), ("<|user|> $A <|assistant|>", ["<|user|>"])],
 )
 def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = None
     special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|user|>", "<|assistant|>", "<|end|>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
@@ -281,7 +281,7 @@ def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front)
 
 @pytest.mark.parametrize("roles", [["user", "assistant", "user"], ["system", "user"], ["system"], ["user", "user"]])
 def test_roles_that_no_template_renders_are_refused(write, roles):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = None
     rows = [{"prompt": [{"role": role, "content": "x"} for role in each]} for each in (["user"], roles)]
     with pytest.raises(DataError, match=r"data.train_files: .*, row 2: the tokenizer has no chat template, which"):
@@ -290,7 +290,7 @@ def test_roles_that_no_template_renders_are_refused(write, roles):
 
 
 def test_prompts_that_end_as_answers_do_are_named(write, caplog):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{{ '<|end|>' if messages[0].content != 'a' }}"
     file = write([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
     assert len(load(file, tokenizer=tokenizer)) == 3
