@@ -31,7 +31,8 @@ class JsonLines:
         for path in paths:
             if path.exists() and info.resume:
                 temporary = path.with_name(path.name + ".tmp")
-                temporary.write_bytes(encode_rows(row for row in read_json_lines(path) if row["step"] <= info.start_step))
+                kept = (row for row in read_json_lines(path) if row["step"] <= info.start_step)
+                temporary.write_bytes(encode_rows(kept))
                 temporary.replace(path)
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))

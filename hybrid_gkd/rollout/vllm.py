@@ -90,7 +90,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if num_ids < rows:
             self.llm.apply_model(functools.partial(vllm_compat.mask_logits, num_ids=num_ids))
         if self.can_sleep:
-            self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
+            self.llm.collective_rpc(vllm_compat.tolerate_memory_growth)
         self.engine = self.llm.llm_engine
         self.scheduler = scheduler.short_path(self.engine)
         """With the short path for decode steps; None where vLLM has its own."""

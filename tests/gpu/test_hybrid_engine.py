@@ -169,7 +169,7 @@ def sleep_while_memory_is_taken(folder):
         str(folder), enable_sleep_mode=True, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512,
         kv_cache_memory_bytes=2**28, gpu_memory_utilization=0.1,
     )  # fmt: skip
-    llm.collective_rpc(vllm_compat.let_neighbours_grow)
+    llm.collective_rpc(vllm_compat.tolerate_memory_growth)
     free = [(2**36, 2**37), (2**36 - 2**30, 2**37)]  # before and after, of 2**37
     with mock.patch("torch.accelerator.get_memory_info", side_effect=free):
         llm.sleep(level=2)

@@ -1,7 +1,7 @@
-"""Keys and values as verl's commands spell them: what each is here, as tables. config/spelling.py reads by them.
+"""Tables of verl's keys and values and their equivalents in `Config`, used by config/spelling.py.
 
-A key that `Config` has is looked up in VALUES alone. `*` stands for anything. docs/verl.md is made of the tables.
-readings.py has what a value is read as.
+A key of `Config` is looked up in VALUES only. `*` matches anything. docs/verl.md is generated from the tables.
+readings.py converts the values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), saved, "Whether hf_m
 TEACHER = f"{ARR}.teacher"
 
 TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
-"""Section of a model that is trained -> section of the folder that it starts from."""
+"""Section of a trained model -> section of the folder that it is loaded from."""
 
 TRAINED_VALUES: dict[str, dict[Any, Any]] = {
     "fsdp_config.model_dtype": {"bfloat16": "bf16", "float32": "fp32"},
@@ -77,7 +77,7 @@ VALUES: dict[str, Read] = {
         ("trainer.resume_from_path",), resume_from, "Null unless trainer.resume_mode=resume_path"
     ),
 }
-"""Keys of both with values that are spelled otherwise."""
+"""Keys of both programs with values that are spelled differently."""
 
 SECTIONS: dict[str, str] = {
     "critic.model.fsdp_config.": "critic.fsdp_config.",
@@ -91,7 +91,7 @@ SECTIONS: dict[str, str] = {
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
-"""Section of verl -> where its keys are here. They are looked up there, in `Config` and in the tables below."""
+"""Section of verl -> section here, in which its keys are looked up, in `Config` and in the tables below."""
 
 RENAMED: dict[str, Read] = {
     f"{CORRECTION}.rollout_is": Read(
@@ -160,11 +160,11 @@ RENAMED: dict[str, Read] = {
         ("trainer.max_actor_ckpt_to_keep",), one_checkpoint, "true is 1, false leaves it as it is"
     ),
 }
-"""Key of verl -> the key of `Config`."""
+"""Key of verl -> conversion to keys of `Config`."""
 
 
 def _of_trained(*names: str) -> tuple[str, ...]:
-    """Keys of every model that is trained; those that begin with `model.` are of the folder that it starts from."""
+    """Return the keys of every trained model; those that begin with `model.` are in the section of its folder."""
     return tuple(
         f"{model}.{name.removeprefix('model.')}" if name.startswith("model.") else f"{section}.{name}"
         for section, model in TRAINED.items() for name in names
@@ -272,7 +272,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     ),
     "for Hydra": ("hydra.*",),
 }
-"""Reason -> keys of verl that have no meaning here, whatever their value."""
+"""Reason -> keys of verl without effect here, for any value."""
 
 NOTHING = (None, False, "", 0, -1)
 FSDP2_ALONE = "models are trained by FSDP2 alone"
@@ -349,15 +349,15 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.v1.trainer_mode": (("sync",), "trainer.scheduler lets generation run ahead of the update"),
     "transfer_queue.enable": (NOTHING, "sequences go from worker to worker through Ray"),
 }
-"""Key of verl -> its values that ask for what is done here anyway, and what is said of any other value."""
+"""Key of verl -> its values that match the behaviour here, and the message for any other value."""
 
 REFUSED: dict[str, str] = {
     f"{section}.{engine}.*": FSDP2_ALONE
     for section in (f"{ARR}.*", "critic", "reward_model") for engine in ("megatron", "veomni")
 }
-"""Key of verl -> why it is refused, whatever its value."""
+"""Key of verl -> reason why it is rejected, for any value."""
 
 TABLES: tuple[Mapping[str, Any], ...] = (
     VALUES, RENAMED, ONLY, REFUSED, {key: reason for reason, keys in ACCEPTED.items() for key in keys}
 )
-"""In the order in which a key is looked up."""
+"""Tables in the order of lookup."""

@@ -146,7 +146,7 @@ def test_usage_errors(parsed, capsys, arguments, message):
     [
         ([], [{"prompt": "a", "response": "b"}], "row 1: already has the column 'response', .* --response-key sets"),
         (["--response-key=r"], [{"prompt": "a"}, {"prompt": "a", "row": 1}], "row 2: already has the column 'row'"),
-        ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, and --max-tokens 16 leaves "
+        ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, but --max-tokens 16 leaves "
             r"prompts 48 tokens \(max_position_embeddings\); .* skip 1 of 2 rows"),
         (["--prompt-key=q"], [{"prompt": "a"}], "no column 'q'"),
         (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "has no function"),

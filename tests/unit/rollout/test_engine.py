@@ -149,7 +149,7 @@ def test_transformers_takes_buffers_that_a_folder_has(tmp_path):
 def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():
     worker = SimpleNamespace(sleep=mock.Mock(side_effect=AssertionError(vllm_compat.GREW)))
     sleep = worker.sleep
-    vllm_compat.let_neighbours_grow(worker)
+    vllm_compat.tolerate_memory_growth(worker)
     worker.sleep(level=2)
     sleep.assert_called_once_with(level=2)
     sleep.side_effect = AssertionError("something else")

@@ -330,10 +330,10 @@ def rename_a_weight(folder):
             "adapter_config.json cannot be read",
         ),
         (lambda folder: change_config(folder, peft_type="IA3"), "not one of type IA3"),
-        (lambda folder: change_config(folder, use_dora=True), "matrices alone, without use_dora"),
+        (lambda folder: change_config(folder, use_dora=True), "adapter without use_dora"),
         (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "without modules_to_save"),
-        (lambda folder: change_config(folder, r=3), r"is \[2, \d+\] there and \[3, \d+\] in the model"),
-        (rename_a_weight, r"lora_A.weight is missing there and \[2, 128\] in the model"),
+        (lambda folder: change_config(folder, r=3), r"is \[2, \d+\] in the file and \[3, \d+\] in the model"),
+        (rename_a_weight, r"lora_A.weight is missing in the file and \[2, 128\] in the model"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot read .*adapter_model"),
     ],
 )
