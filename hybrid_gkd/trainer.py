@@ -143,7 +143,7 @@ class GKDTrainer(PPOTrainer):
 
         def missing() -> int:
             """Return about how many more samples fit into a micro-batch on every worker."""
-            return max(0, int((batches.room - sum(map(batches.measure, waiting))) / mean_size))
+            return max(0, int((batches.capacity - sum(map(batches.measure, waiting))) / mean_size))
 
         while True:
             with self.clock.span("wait_prev_teacher"):

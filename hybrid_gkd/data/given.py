@@ -28,7 +28,7 @@ ANSWER, ASSISTANT, ALL = "answer", "assistant", "all"
 
 
 @dataclass(frozen=True)
-class Answer:
+class GivenCompletion:
     """The given completion of a row, before it is tokenized."""
 
     messages: Chat
@@ -47,7 +47,7 @@ def split_chat(chat: Chat) -> tuple[Chat, Chat]:
     return chat[:start], chat[start:]
 
 
-def answer_of(value: object, excluded: object, where: str, check: Callable[[object, str], Any]) -> Answer | None:
+def parse_completion(value: object, excluded: object, where: str, check: Callable[[object, str], Any]) -> GivenCompletion | None:
     """Return the completion in a cell, None for an empty one; a text is one message of the assistant.
 
     `check` validates a message. Raises DataError with `where`.
@@ -60,7 +60,7 @@ def answer_of(value: object, excluded: object, where: str, check: Callable[[obje
     messages = [check(message, where) for message in chat]
     if not messages[0]["role"] == messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: must begin and end with a message of the assistant; got {short(value)}")
-    return Answer(messages, _spans(excluded, messages, where))
+    return GivenCompletion(messages, _spans(excluded, messages, where))
 
 
 def _spans(value: object, messages: Chat, where: str) -> list[Span]:
@@ -87,8 +87,8 @@ class GivenTokens:
     """bool [P + A], trained tokens, including those of the P prompt tokens."""
 
 
-def tokenize_answer(
-    answer: Answer, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase, render: Render | None,
+def tokenize_completion(
+    answer: GivenCompletion, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase, render: Render | None,
     mask: str, where: str,
 ) -> GivenTokens:
     """Tokenize a given completion of a prompt.
@@ -130,12 +130,12 @@ def tokenize_answer(
     return GivenTokens(ids, np.concatenate([front, trained]))
 
 
-def _rendered(answer: Answer, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
+def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
     """Return the text after the prompt's, and the ranges of the assistant's turns in it."""
     whole = [*prompt, *answer.messages]
     front, text = render(prompt, add_generation_prompt=True), render(whole)
     if not text.startswith(front):
-        raise _changing(where, front)
+        raise _changing_template_error(where, front)
     if len(answer.messages) == 1:
         return text[len(front) :], [(0, len(text) - len(front))]
     turns = _turns(whole, len(prompt), text, render, where)
@@ -154,11 +154,11 @@ def _turns(chat: Chat, first: int, text: str, render: Render, where: str) -> Ite
             before, until = render(chat[:place], add_generation_prompt=True), render(chat[: place + 1])
             for part in (before, until):
                 if not text.startswith(part):
-                    raise _changing(where, part)
+                    raise _changing_template_error(where, part)
             yield len(before), len(until)
 
 
-def _changing(where: str, text: str) -> DataError:
+def _changing_template_error(where: str, text: str) -> DataError:
     return DataError(
         f"{where}: the chat template renders the beginning of the conversation differently if more messages follow, so "
         f"the tokens of the completion cannot be identified; without them it is {short(text)}"

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.data.given import ANSWER, Answer, GivenTokens, answer_of, split_chat, tokenize_answer
+from hybrid_gkd.data.given import (
+    ANSWER,
+    GivenCompletion,
+    GivenTokens,
+    parse_completion,
+    split_chat,
+    tokenize_completion,
+)
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.models.tokenizer import encode_open
@@ -48,7 +55,7 @@ class Rows:
     """Ground truths; None without an answer column."""
     data_sources: list[str | None]
     extra_infos: list[dict[str, Any] | None]
-    given: list[Answer | None]
+    given: list[GivenCompletion | None]
     """Given completions; None if the student generates one."""
     weight: float
     """Fraction of the rows in an epoch."""
@@ -118,7 +125,7 @@ def make_prompts(
             if found:
                 problems += found
                 continue
-        _warn_of_ended(all_ids, tokenizer, table.where)
+        _warn_about_ended(all_ids, tokenizer, table.where)
         for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             fits = length <= max_prompt_length and answer_lengths[row] <= max_response_length
             if fits or not filter_overlong_prompts:
@@ -161,7 +168,7 @@ def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> R
         raise DataError(f"{where}: has no rows")
     if columns.data_source not in (*names, DATA_SOURCE):
         raise DataError(f"{where}: no column {columns.data_source!r} (data.reward_fn_key); its columns are: {listed}")
-    chats, given = list[Chat](), list[Answer | None]()
+    chats, given = list[Chat](), list[GivenCompletion | None]()
     for row, values in enumerate(rows, 1):
         chat, answer = _chat_and_answer(values, columns, f"{where}, row {row}, column ")
         chats.append(chat)
@@ -173,7 +180,7 @@ def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> R
     return Rows(where, source.name, chats, tools, answers, sources, infos, given, weight)
 
 
-def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, Answer | None]:
+def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
     """Return a row's prompt, and its given completion if there is one; `where` lacks the column name."""
     prompt, of_prompt = values.get(columns.prompt), f"{where}{columns.prompt!r}"
     if columns.response is None:
@@ -182,7 +189,7 @@ def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tu
     if columns.response == columns.prompt and isinstance(prompt, list):
         prompt, response = split_chat(prompt)
     spans = None if columns.excluded_spans is None else values.get(columns.excluded_spans)
-    answer = answer_of(response or None, spans, f"{where}{columns.response!r}", _check_message)
+    answer = parse_completion(response or None, spans, f"{where}{columns.response!r}", _check_message)
     return _check_messages(prompt, of_prompt), answer
 
 
@@ -329,14 +336,14 @@ def _given_tokens(
     for row, (answer, prompt_ids) in enumerate(zip(table.given, all_ids, strict=True)):
         where = f"{table.where}, row {row + 1}"
         render = functools.partial(_renderer(tokenizer, options, where), tools=table.tools[row])
-        found.append(None if answer is None else tokenize_answer(
+        found.append(None if answer is None else tokenize_completion(
             answer, table.messages[row], prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
             render=render if tokenizer.chat_template else None,
         ))  # fmt: skip
     return found
 
 
-def _warn_of_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def _warn_about_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Warn of prompts that end with the end-of-sequence token."""
     ended = [row for row, ids in enumerate(all_ids, 1) if ids[-1:] == [tokenizer.eos_token_id]]
     if ended:

@@ -30,7 +30,7 @@ BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
 """Seconds between two progress updates: on a terminal, and in a log file."""
 
 
-class AnswerFile:
+class CompletionFile:
     """Completions on disk, locked for one process at a time; call `close` at the end.
 
     Args:

@@ -27,7 +27,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error
-from hybrid_gkd.launch.answers import ROW, SAMPLE, AnswerFile, Progress
+from hybrid_gkd.launch.answers import ROW, SAMPLE, CompletionFile, Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.inputs import check_data_sources, check_model_folder
@@ -150,7 +150,7 @@ def generate(options: argparse.Namespace) -> int:
         functions = load_functions(config.reward)
         check_data_sources(Facts(config, reward=functions, train_prompts=inputs.tasks))
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(contextlib.closing(AnswerFile(Path(options.out), stored_arguments(options, inputs))))
+        file = stack.enter_context(contextlib.closing(CompletionFile(Path(options.out), stored_arguments(options, inputs))))
         requests = missing_requests(options, inputs.tasks, file.done)
         if requests:
             if file.done:
@@ -305,7 +305,7 @@ def missing_requests(
 class Recorder:
     """Writes finished completions with their rewards to the file, one group at a time."""
 
-    def __init__(self, options: argparse.Namespace, inputs: Inputs, file: AnswerFile, scorer: RewardScorer | None):
+    def __init__(self, options: argparse.Namespace, inputs: Inputs, file: CompletionFile, scorer: RewardScorer | None):
         self.file, self.scorer = file, scorer
         self._options, self.inputs = options, inputs
 
@@ -376,13 +376,13 @@ def draw(
             progress.close()
 
 
-def describe_kept(file: AnswerFile) -> str:
+def describe_kept(file: CompletionFile) -> str:
     """Return the fraction of completions that are kept, as text."""
     total = file.num_kept + file.reasons.total()
     return f"{file.num_kept / total:.1%} kept" if total else ""
 
 
-def summary(options: argparse.Namespace, file: AnswerFile, tasks: list[Task]) -> str:
+def summary(options: argparse.Namespace, file: CompletionFile, tasks: list[Task]) -> str:
     """Describe the contents of the file and the number of rejected completions by reason."""
     names = {
         "length": f"truncated at --max-tokens {options.max_tokens}", "empty": "empty",

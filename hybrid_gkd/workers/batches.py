@@ -22,7 +22,7 @@ class Batches:
         self.size = section.ppo_mini_batch_size or config.data.train_batch_size
         """Tasks per mini-batch."""
         limit = section.ppo_max_token_len_per_gpu if section.use_dynamic_bsz else section.ppo_micro_batch_size_per_gpu
-        self.room = group.size * (limit or 1)
+        self.capacity = group.size * (limit or 1)
         """Capacity of one micro-batch on each worker together, in the unit of `measure`."""
 
     def measure(self, sample: Sample) -> int:
@@ -32,8 +32,8 @@ class Batches:
     def count_full(self, samples: list[Sample]) -> int:
         """Return how many of the first samples fill micro-batches on each worker; if there are too few, one on each."""
         sizes = list(itertools.accumulate(map(self.measure, samples)))
-        each = max(1, sizes[-1] // self.room)
-        count = max(1, sum(size <= each * self.room for size in sizes))
+        each = max(1, sizes[-1] // self.capacity)
+        count = max(1, sum(size <= each * self.capacity for size in sizes))
         while count > 1 and len(self.plan(samples[:count])[0]) > each:  # sequences cannot be split to fit exactly
             count -= 1
         return count

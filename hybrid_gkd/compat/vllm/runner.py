@@ -43,7 +43,7 @@ def install(engine: Any) -> str | None:
         return f"this vLLM is built differently: {error}"
     if unusual:
         return f"the engine uses {', '.join(unusual)}"
-    runner.__class__ = vllm_compat.with_methods(type(runner), DecodeSteps)
+    runner.__class__ = vllm_compat.with_methods(type(runner), FastDecodeRunner)
     runner.begin(vllm)
     return None
 
@@ -101,7 +101,7 @@ def _unusual(runner: Any, vllm: SimpleNamespace) -> list[str]:
     return [name for name, used in features.items() if used]
 
 
-class DecodeSteps:
+class FastDecodeRunner:
     """Methods for a subclass of vLLM's newer GPUModelRunner, which is their attribute `vllm`."""
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:

@@ -60,7 +60,7 @@ def engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
 def short_path(engine: Any) -> Any:
     """Return the scheduler of an engine (vLLM's LLMEngine, in this process) if it has the fast path, else None."""
     scheduler = engine.engine_core.engine_core.scheduler
-    return scheduler if isinstance(scheduler, DecodeSteps) else None
+    return scheduler if isinstance(scheduler, FastDecodeScheduler) else None
 
 
 class RolloutScheduler:
@@ -79,7 +79,7 @@ class RolloutScheduler:
         except AttributeError as error:
             reason = f"this vLLM is built differently: {error}"
         if reason is None:
-            scheduler = type(f"Decode{base.__name__}", (DecodeSteps, base), {"vllm": base})(vllm_config, **arguments)
+            scheduler = type(f"Decode{base.__name__}", (FastDecodeScheduler, base), {"vllm": base})(vllm_config, **arguments)
             missing = [name for name in NEEDED if not hasattr(scheduler, name)]
             if not missing:
                 scheduler.begin(vllm)
@@ -129,7 +129,7 @@ def _unusual(
     return [name for name, used in features.items() if used]
 
 
-class DecodeSteps:
+class FastDecodeScheduler:
     """Methods for a subclass of vLLM's Scheduler or AsyncScheduler, which is their attribute `vllm`."""
 
     vllm: Any

@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_gkd.errors import DataError, HybridGKDError
 from hybrid_gkd.launch import generate
-from hybrid_gkd.launch.answers import AnswerFile, Progress
+from hybrid_gkd.launch.answers import CompletionFile, Progress
 from hybrid_gkd.testing import make_tiny_model
 
 ARGUMENTS = {"--n": 2, "--temperature": 0.7}
@@ -23,7 +23,7 @@ def path(tmp_path):
 
 
 def opened(path, **changed):
-    return AnswerFile(path, ARGUMENTS | changed)
+    return CompletionFile(path, ARGUMENTS | changed)
 
 
 def test_answers_of_both_files_are_done(path):
