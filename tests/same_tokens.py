@@ -109,7 +109,8 @@ def compare(folder, device, *, caching, blocks, more=None):
 @contextlib.contextmanager
 def vllms_own_methods(scheduler):
     """Within it the scheduler is vLLM's: log-probabilities of two engines differ by some thousandths on a GPU."""
-    names = [name for name in vars(short_scheduler.FastDecodeScheduler) if name[0] != "_" and hasattr(scheduler.vllm, name)]
+    methods = vars(short_scheduler.FastDecodeScheduler)
+    names = [name for name in methods if name[0] != "_" and hasattr(scheduler.vllm, name)]
     assert {"add_request", "schedule", "update_from_output"} <= {*names}
     for name in names:
         setattr(scheduler, name, getattr(scheduler.vllm, name).__get__(scheduler))

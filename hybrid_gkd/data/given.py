@@ -47,7 +47,9 @@ def split_chat(chat: Chat) -> tuple[Chat, Chat]:
     return chat[:start], chat[start:]
 
 
-def parse_completion(value: object, excluded: object, where: str, check: Callable[[object, str], Any]) -> GivenCompletion | None:
+def parse_completion(
+    value: object, excluded: object, where: str, check: Callable[[object, str], Any]
+) -> GivenCompletion | None:
     """Return the completion in a cell, None for an empty one; a text is one message of the assistant.
 
     `check` validates a message. Raises DataError with `where`.
@@ -88,8 +90,8 @@ class GivenTokens:
 
 
 def tokenize_completion(
-    answer: GivenCompletion, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase, render: Render | None,
-    mask: str, where: str,
+    answer: GivenCompletion, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase,
+    render: Render | None, mask: str, where: str,
 ) -> GivenTokens:
     """Tokenize a given completion of a prompt.
 

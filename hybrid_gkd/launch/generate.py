@@ -150,7 +150,8 @@ def generate(options: argparse.Namespace) -> int:
         functions = load_functions(config.reward)
         check_data_sources(Facts(config, reward=functions, train_prompts=inputs.tasks))
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(contextlib.closing(CompletionFile(Path(options.out), stored_arguments(options, inputs))))
+        file = CompletionFile(Path(options.out), stored_arguments(options, inputs))
+        stack.enter_context(contextlib.closing(file))
         requests = missing_requests(options, inputs.tasks, file.done)
         if requests:
             if file.done:

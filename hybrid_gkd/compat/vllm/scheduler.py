@@ -43,7 +43,9 @@ def engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Also empty if `given`, the arguments of the user, have a scheduler.
     """
-    reason = "engine_kwargs.vllm.scheduler_cls is given" if "scheduler_cls" in given else vllm_compat.untested_reason(TESTED_VERSIONS)
+    reason = vllm_compat.untested_reason(TESTED_VERSIONS)
+    if "scheduler_cls" in given:
+        reason = "engine_kwargs.vllm.scheduler_cls is given"
     if reason is None:
         try:
             _parts_of_vllm()
@@ -79,7 +81,8 @@ class RolloutScheduler:
         except AttributeError as error:
             reason = f"this vLLM is built differently: {error}"
         if reason is None:
-            scheduler = type(f"Decode{base.__name__}", (FastDecodeScheduler, base), {"vllm": base})(vllm_config, **arguments)
+            fast = type(f"Decode{base.__name__}", (FastDecodeScheduler, base), {"vllm": base})
+            scheduler = fast(vllm_config, **arguments)
             missing = [name for name in NEEDED if not hasattr(scheduler, name)]
             if not missing:
                 scheduler.begin(vllm)
