@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_gkd.compat.vllm import runner, scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.loading import load_llm
+from hybrid_gkd.compat.vllm.llm import load_llm
 from hybrid_gkd.compat.vllm.repetitions import repetition_detection
 from hybrid_gkd.config import Config, RolloutConfig
 from hybrid_gkd.errors import ConfigError, WorkerError

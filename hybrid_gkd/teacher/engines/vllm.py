@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.loading import load_llm
+from hybrid_gkd.compat.vllm.llm import load_llm
 from hybrid_gkd.errors import ModelError, TeacherError, describe_error
 from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import to_device
