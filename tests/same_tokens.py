@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+from hybrid_gkd.compat.vllm import fast_scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import runner as short_runner
-from hybrid_gkd.compat.vllm import scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.workers.process_group import LOOPBACK
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_gkd.compat.vllm import runner, scheduler
+from hybrid_gkd.compat.vllm import fast_scheduler, runner
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.llm import load_llm
 from hybrid_gkd.compat.vllm.repetitions import repetition_detection
@@ -84,7 +84,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _share(rollout.gpu_memory_utilization, room)
         if rollout.fast_paths:
-            arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
+            arguments |= fast_scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
         self.llm.collective_rpc(vllm_compat.unlink_shared_memory)
         if num_ids < rows:
@@ -92,7 +92,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.tolerate_memory_growth)
         self.engine = self.llm.llm_engine
-        self.scheduler = scheduler.short_path(self.engine)
+        self.scheduler = fast_scheduler.short_path(self.engine)
         """With the short path for decode steps; None where vLLM has its own."""
         self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)

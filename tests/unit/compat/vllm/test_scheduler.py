@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_gkd.compat.vllm import scheduler
+from hybrid_gkd.compat.vllm import fast_scheduler as scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 
 
