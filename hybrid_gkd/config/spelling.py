@@ -1,4 +1,4 @@
-"""Translate the keys of verl's commands to keys of `Config`, by the tables of compat/verl/keys.py.
+"""Translate the keys of verl's commands to keys of `Config`, by the tables of compat/verl/key_tables.py.
 
 `python -m hybrid_gkd.config.spelling > docs/verl.md` writes the tables as a page. Does not import torch.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hybrid_gkd.compat.verl.keys import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
+from hybrid_gkd.compat.verl.key_tables import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
 from hybrid_gkd.compat.verl.readings import Look, Read
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # of OmegaConf, which reads with it
 
-from hybrid_gkd.compat.verl.keys import Read
+from hybrid_gkd.compat.verl.key_tables import Read
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import find, moved
 

@@ -1,4 +1,4 @@
-"""Conversions of verl's values, for the tables of keys.py."""
+"""Conversions of verl's values, for the tables of key_tables.py."""
 
 from __future__ import annotations
 

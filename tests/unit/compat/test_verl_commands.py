@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_gkd.compat.verl.keys import ACCEPTED, ONLY, REFUSED, RENAMED, VALUES
+from hybrid_gkd.compat.verl.key_tables import ACCEPTED, ONLY, REFUSED, RENAMED, VALUES
 from hybrid_gkd.config.loading import examine_config, load_config, to_yaml
 from hybrid_gkd.config.spelling import find, is_own, markdown_page, own_keys
 from hybrid_gkd.errors import ConfigError, SeveralErrors
