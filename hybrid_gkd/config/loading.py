@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.readings import OF_VERL
-from hybrid_gkd.config.models import TeacherConfig
+from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import SpellingReader

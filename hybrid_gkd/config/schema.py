@@ -1,7 +1,7 @@
 """Configuration schema: a dataclass per section, a docstring per field, rules of values as field metadata.
 
-Sections of models are in models.py, those of losses and rewards in learning.py. loading.py reads YAML files and
-overrides into these classes and checks the rules between fields. Does not import torch.
+The models' sections are in actor_rollout_ref.py, those of losses and rewards in learning.py. loading.py reads YAML
+files and overrides into these classes and checks the rules between fields. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from typing import Any, Literal, TypeVar
 from omegaconf import MISSING
 
 from hybrid_gkd.config import metadata as rules
+from hybrid_gkd.config.actor_rollout_ref import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+)
 from hybrid_gkd.config.learning import (
     ADV_ESTIMATORS,
     MODEL,
@@ -23,7 +30,6 @@ from hybrid_gkd.config.learning import (
     RewardConfig,
     RewardModelConfig,
 )
-from hybrid_gkd.config.models import ActorConfig, ActorRolloutRefConfig, CriticConfig, CriticModelConfig, ModelConfig
 from hybrid_gkd.losses.table import KL_LOSSES, policy_loss, weighted_divergences
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
