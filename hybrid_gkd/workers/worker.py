@@ -211,7 +211,7 @@ class Worker(GroupMember):
         self.shared.add_model("actor", self.actor)
 
     def _build_updaters(self, saves_in_background: bool) -> None:
-        from hybrid_gkd.workers.saving import Saver
+        from hybrid_gkd.workers.saver import Saver
         from hybrid_gkd.workers.updater import ACTOR_PHASES, CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
 
         def updater(model: Any, phases: Phases) -> Updater:
