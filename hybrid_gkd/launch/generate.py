@@ -27,9 +27,9 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error
-from hybrid_gkd.launch.answers import ROW, SAMPLE, CompletionFile, Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
+from hybrid_gkd.launch.completion_file import ROW, SAMPLE, CompletionFile, Progress
 from hybrid_gkd.launch.inputs import check_data_sources, check_model_folder
 from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.models.spec import position_limit, read_config

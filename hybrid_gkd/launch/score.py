@@ -24,10 +24,10 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs
-from hybrid_gkd.launch.answers import Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.compatibility import check_compatibility
+from hybrid_gkd.launch.completion_file import Progress
 from hybrid_gkd.launch.teacher import connect
 from hybrid_gkd.scoring.teacher import LATE_SECONDS, completion_view
 from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore

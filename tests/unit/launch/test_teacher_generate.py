@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_gkd.errors import DataError, HybridGKDError
 from hybrid_gkd.launch import generate
-from hybrid_gkd.launch.answers import CompletionFile, Progress
+from hybrid_gkd.launch.completion_file import CompletionFile, Progress
 from hybrid_gkd.testing import make_tiny_model
 
 ARGUMENTS = {"--n": 2, "--temperature": 0.7}
