@@ -82,6 +82,6 @@ def test_the_weak_teacher_has_the_data_and_the_student_of_the_demo(monkeypatch, 
 def test_a_folder_that_is_no_demo_is_refused_and_left_alone(tmp_path):
     (tmp_path / "demo.json").write_text(json.dumps({"mine": 1}), encoding="utf-8")
     for force in (False, True):
-        with pytest.raises(ConfigError, match=r"--out.*holds a demo"):
+        with pytest.raises(ConfigError, match=r"--out.*or a demo"):
             demo.build_demo(tmp_path, force=force)
     assert [file.name for file in tmp_path.iterdir()] == ["demo.json"]
