@@ -109,7 +109,7 @@ def samples(step: int, words: int = 0) -> list[Generation]:
 
 
 def tokens(step: int, words: int = 0) -> list[dict[str, Any]]:
-    """Of the second sample."""
+    """Return the logged tokens of the second sample."""
     likely = [["1", 0.9, 0.5], ["</script>", 0.05, 0.25]]
     scored = [[text, 0.5 / (step + 1), likely, likely[::-1]] for text in ("1", " after", f" {step}", " <b>steps</b>")]
     return [{"prompt": "sort 1", "response": samples(step, words)[1].response, "num_tokens": 6, "tokens": scored}]

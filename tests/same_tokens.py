@@ -27,7 +27,7 @@ RUNNER_JOBS = (
     {"n": 2, "lengths": (5, 100), "logprobs": True, "temperature": 0.7, "top_p": 0.9},
     {"n": 2, "lengths": (40, 60), "logprobs": False, "temperature": 0.7},
 )
-"""What else the model runner's short path does, which there is on GPUs only."""
+"""Features of the model runner's fast path, which exists on GPUs only."""
 PROMPTS, STOP_TOKENS = 8, [7, 11]
 MANY, FEW = 60, 6
 """Blocks of the KV cache: with few of them sequences lose their place."""

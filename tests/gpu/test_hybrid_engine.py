@@ -258,7 +258,7 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
 
 
 def locked_blocks(group):
-    """Of each block of host memory for checkpoints, whether it is locked: one, if it was as large as it had to be."""
+    """Return for each block of host memory for checkpoints whether it is locked: one block if its size sufficed."""
 
     def look(worker):
         copies = getattr(worker.saver, "_copies", None)

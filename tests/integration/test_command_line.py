@@ -141,7 +141,7 @@ def listening_sockets():
 
 
 def refuse_strangers(seen):
-    """What listens is reached from this machine only."""
+    """Check that all listening sockets are reachable from this machine only."""
     assert seen
     assert not {each for each in seen if not each[0].removeprefix("::ffff:").startswith("127.")}
 

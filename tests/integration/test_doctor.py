@@ -114,7 +114,7 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
 
 
 def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, monkeypatch):
-    """Of its two steps, so two of them although three may be there; and three where the steps are not known."""
+    """The run has two steps, so it keeps two checkpoints although three are allowed; three if the steps are unknown."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
     trained = trained_models(config, student_spec(config))
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained)

@@ -23,7 +23,7 @@ SHARED_NAMES = {
 """Public names of several folders, and why."""
 PENDING = (
     "hybrid_gkd/losses", "hybrid_gkd/ppo", "hybrid_gkd/reporting", "hybrid_gkd/rollout", "hybrid_gkd/scoring",
-    "hybrid_gkd/student", "hybrid_gkd/teacher", "benchmarks", "tests",
+    "hybrid_gkd/student", "hybrid_gkd/teacher", "benchmarks",
 )  # fmt: skip
 """Folders whose texts are not rewritten yet."""
 

@@ -1,4 +1,4 @@
-"""What engines of vLLM are built with. The engines themselves: tests/integration."""
+"""Arguments and hooks with which vLLM's engines are built. The engines themselves: tests/integration."""
 
 import subprocess
 import sys

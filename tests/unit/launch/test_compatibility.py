@@ -161,7 +161,7 @@ def greedy(teacher, *prompts, **options):
 
 
 def test_greedy_answers_are_written_through_scores_alone():
-    """Of three tokens, less where an answer ends; the prompts grow by what was written."""
+    """Completions have three tokens, fewer where one ends; the prompts grow by the generated tokens."""
     seen = []
     teacher = LocalTeacher(lambda reading: (seen.append(reading.token_ids[:-1].tolist()), counting(reading))[1])
     assert greedy(teacher, [1, 4], [7]) == [-2.0] * 5

@@ -1,4 +1,4 @@
-"""What a run decides before it starts anything."""
+"""Decisions of a run before it starts anything."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ from hybrid_gkd.workers.placement import Placement
 
 
 def environment(config, device, gpus):
-    """Of a local teacher, on a machine with so many GPUs."""
+    """Return the environment of a local teacher on a machine with this number of GPUs."""
     return teacher_environment(config, place_teacher(config, device=device, gpus=gpus), device)
 
 
@@ -451,7 +451,7 @@ def test_a_run_says_what_it_will_hold(tmp_path, caplog, monkeypatch):
 
 
 def test_a_start_makes_its_plan_once_and_asks_once_what_the_machine_has(tmp_path, monkeypatch):
-    """Of each model the configuration is read once: of the student, which the critic starts from, and of a judge."""
+    """The configuration of each model is read once: of the student, which the critic starts from, and of a judge."""
     calls = Counter()
 
     def counted(owner, name):

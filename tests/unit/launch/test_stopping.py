@@ -1,4 +1,4 @@
-"""What the first and the second signal do, during training, before it and while the run is being stopped."""
+"""Effects of the first and the second signal during training, before it and during the shutdown."""
 
 import signal
 import subprocess
@@ -131,7 +131,7 @@ def test_a_stopping_that_hangs_is_ended_by_a_further_signal(stopping, monkeypatc
 
 
 def test_a_signal_that_the_parent_has_it_ignore_stays_ignored():
-    """As `nohup` does."""
+    """`nohup` sets signals to be ignored."""
     code = """
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -63,12 +63,12 @@ def config(*overrides):
 
 
 def memory(given, spec, device="cuda", *, gpus=1):
-    """What a run takes whose student has this spec, on a machine with so many GPUs."""
+    """Return the memory of a run whose student has this spec, on a machine with this number of GPUs."""
     return plan_memory(given, trained_models(given, spec), device, place_teacher(given, device=device, gpus=gpus))
 
 
 def share_of(given, spec, *, free=CARD - GIB):
-    """Of a rollout engine, of a card with so many free bytes."""
+    """Return the fraction of a rollout engine on a GPU with this number of free bytes."""
     return memory(given, spec).engine_memory.fraction(total_bytes=CARD, free_bytes=free)
 
 
@@ -422,7 +422,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def saved_bytes(model, batch):
-    """Of the tensors that a forward pass keeps for the backward pass, parameters and buffers left out."""
+    """Return the bytes of tensors that a forward pass keeps for the backward pass, without parameters and buffers."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 

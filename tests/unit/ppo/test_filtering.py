@@ -87,7 +87,7 @@ def fit(steps, folder, *overrides, reward=reward, **options):
 
 
 def plan(steps, size=BATCH):
-    """Of each step: row, number of the generation batch and place in it of its groups; batches; share with a signal."""
+    """Return per step: row, generation batch and place of its groups; batches; fraction of informative groups."""
     sampler, number, found = PromptSampler(NUM_PROMPTS, size, True, 0), 0, []
     for _ in range(steps):
         kept, first = [], number + 1

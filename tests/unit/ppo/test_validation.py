@@ -1,4 +1,4 @@
-"""What a validation says of several answers to each prompt, from several data sources."""
+"""Validations with several completions of each prompt, from several data sources."""
 
 import itertools
 from decimal import Decimal

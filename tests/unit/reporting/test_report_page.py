@@ -1,4 +1,4 @@
-"""What a report has of a run, from the files of its folder."""
+"""Contents of a report, from the files of a run folder."""
 
 import fcntl
 import importlib.resources

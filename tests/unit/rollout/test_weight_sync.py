@@ -24,7 +24,7 @@ def make_weights(seed=0, dtype=torch.float32):
 
 
 def handed_out(weights):
-    """As the actor hands weights out: a tied one under all its names in a row."""
+    """Yield weights as the actor does: a tied one under all of its names in a row."""
     return [(name, dict(weights)[name]) for names, _ in layout_of(weights) for name in names]
 
 

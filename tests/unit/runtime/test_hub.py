@@ -21,7 +21,7 @@ NAME = "someone/some-model"
 
 @pytest.fixture
 def online(monkeypatch):
-    """As on a machine where nobody has set the variable; returns what the hub was asked."""
+    """Simulate a machine without the variable; return the requests to the hub."""
     monkeypatch.setenv(hub.OFFLINE, "")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "HUB_SECONDS", 0.2)

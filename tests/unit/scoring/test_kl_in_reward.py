@@ -22,7 +22,7 @@ VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text(encoding="u
 KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
 LOG_RATIO = np.log(0.5) - np.log(0.125)
-"""Of every token, as RecordingGroup computes."""
+"""Log-ratio of every token, as computed by RecordingGroup."""
 PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
 
 

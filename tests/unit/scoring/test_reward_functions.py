@@ -1,4 +1,4 @@
-"""A user's own reward from a file: how it is called, what it may return, and what is said of one that is wrong."""
+"""Custom rewards from a file: their arguments, their results, and the errors of wrong ones."""
 
 import math
 import sys

@@ -124,7 +124,7 @@ def test_a_row_without_an_answer_is_named(make):
 
 
 def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_path):
-    """What begin() handed over is not computed again, and a sample that is gone is forgotten."""
+    """Samples of begin() are not computed again, and a sample that is gone is forgotten."""
     scorer = make(text=f"""
         def compute_score(data_source, solution_str, ground_truth, extra_info):
             with open({str(tmp_path / "calls")!r}, "a") as file:

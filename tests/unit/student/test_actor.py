@@ -1,4 +1,4 @@
-"""What an actor makes of a micro-batch for its loss. CPU, one rank."""
+"""Micro-batches of an actor as inputs of its loss. CPU, one rank."""
 
 import numpy as np
 import pytest

@@ -54,7 +54,7 @@ def load(model, *overrides):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Of each kind a configuration and what it trains, in float64 at a learning rate of 0; and the plain model."""
+    """Return configuration and trained model of each kind, in float64 at a learning rate of 0, and the plain model."""
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, layers=1)
     with pytest.MonkeyPatch.context() as patch, single_process_group():
         patch.setitem(sharded_model.DTYPES, "fp64", torch.float64)
@@ -199,7 +199,7 @@ class Dense:
 
 
 def dense_mean(values, samples, mode):
-    """Of one term, from its values at the tokens of each sample, None where a sample has no part in it."""
+    """Return the mean of one term, from its values at the tokens of each sample, None for a sample without the term."""
     total, lengths = 0.0, []
     for value, sample in zip(values, samples, strict=True):
         weights = tensor(sample.signals.get("weights", np.ones(sample.num_trained)))
@@ -265,7 +265,7 @@ def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, dra
 @settings(max_examples=20, deadline=None)
 @given(drawn=st.lists(mini_batches(("teacher", "advantages", "reference_topk", "returns")), min_size=2, max_size=3))
 def test_metrics_of_several_optimizer_steps_are_means_over_all_of_their_tokens(models, kind, drawn):
-    """Those of one step on all samples, as nothing is learned; steps differ in tokens and in who has which signal."""
+    """They equal those of one step on all samples, as nothing is learned; steps differ in tokens and signals."""
     _, model, _ = models(kind)
     steps = [samples for samples, _, _ in drawn if any(sample.num_trained for sample in samples)]
     assume(steps)

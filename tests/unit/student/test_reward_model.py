@@ -63,7 +63,7 @@ def test_scores_of_packed_texts_are_those_of_transformers(architecture, student,
 
 
 def examine(student, path, *overrides):
-    """What the check before a run says."""
+    """Return the result of the preflight check."""
     config = make_config(student, path, *overrides)
     prompt = Task(
         index=0, token_ids=np.zeros(3, np.int32), text="a", messages=[{"role": "user", "content": "a"}]

@@ -36,7 +36,7 @@ def broker():
 
 
 class FakeWorker:
-    """What comes for it is in `inbox`; the test request is answered."""
+    """Messages for it are in `inbox`; the test request is answered."""
 
     def __init__(self, broker, name, credits):
         registration = protocol.Register(name=name, model=faults.MODEL, credits=credits)

@@ -1,4 +1,4 @@
-"""What the engine that packs readings finds out about a model when it loads it. CPU, tiny random models."""
+"""Properties of a model that the packing engine detects when it loads it. CPU, tiny random models."""
 
 import pytest
 import torch

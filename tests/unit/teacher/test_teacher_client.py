@@ -165,7 +165,7 @@ def _fast_heartbeats(monkeypatch):
 
 
 def make_readings(count=3):
-    """Of 2 to 9 tokens, of which every other one is scored in the last of four and of the others the end."""
+    """Return readings of 2 to 9 tokens: every fourth one has every other token scored, the others their end."""
     rng = np.random.default_rng(1)
     readings = []
     for index in range(count):

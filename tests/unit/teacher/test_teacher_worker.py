@@ -61,7 +61,7 @@ class Link:
 
 
 def work(name, firsts, num_scored=3, timeout=600.0):
-    """Of readings that begin with `firsts`."""
+    """Return work with readings that begin with `firsts`."""
     positions = np.arange(1, num_scored + 1)
     readings = [Reading(token_ids=np.insert(np.ones(num_scored, np.int32), 0, each), positions=positions)
                 for each in firsts]  # fmt: skip

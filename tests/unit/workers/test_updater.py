@@ -74,7 +74,7 @@ class MemoryOwner:
 
 
 def make_updater(total):
-    """Of one of two workers of a 7B student, with both offloads; its model is a stand-in that takes memory."""
+    """Return the updater of one of two workers of a 7B student, with both offloads; its model only allocates memory."""
     device = Device(total)
     owners = {"actor_params": MemoryOwner(device, PARAMS, True), "optimizer_state": MemoryOwner(device, STATE, False)}
     residency = Residency(

@@ -1,4 +1,4 @@
-"""What a worker does around a generation, on stand-ins for its engine and its device."""
+"""Calls of a worker around a generation, with stand-ins for its engine and its device."""
 
 import re
 from contextlib import nullcontext

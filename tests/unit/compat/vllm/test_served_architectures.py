@@ -1,4 +1,4 @@
-"""What is known of vLLM's models without importing it, compared with what vLLM says itself."""
+"""Knowledge of vLLM's models without importing it, compared with vLLM itself."""
 
 import json
 import subprocess
