@@ -168,12 +168,12 @@ class Sample:
 
     @property
     def positions(self) -> np.ndarray:
-        """int64 [R], positions of the trained tokens in `tokens`."""
+        """Return the positions of the trained tokens in `tokens`, int64 [R]."""
         return np.flatnonzero(self.loss_mask)
 
     @property
     def trained_ids(self) -> np.ndarray:
-        """int32 [R], ids of the trained tokens."""
+        """Return the ids of the trained tokens, int32 [R]."""
         return self.tokens[self.loss_mask]
 
     @property
@@ -183,7 +183,7 @@ class Sample:
 
     @property
     def completion_ids(self) -> np.ndarray:
-        """int32 [T - prompt_length], all tokens after the prompt, trained or not."""
+        """Return all tokens after the prompt, trained or not, int32 [T - prompt_length]."""
         return self.tokens[self.prompt_length :]
 
     def array(self, name: str) -> np.ndarray:

@@ -83,7 +83,7 @@ def examine_config(
     for key in missing:
         OmegaConf.update(merged, key, "")
         demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
-        rule = f"must be given; --config-name {demo} has models and data of its own"
+        rule = f"must be set; --config-name {demo} needs no models and data"
         problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
     for name in RESOLVERS:
         OmegaConf.register_resolver(name, functools.partial(_resolve, name), replace=True)

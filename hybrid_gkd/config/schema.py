@@ -75,7 +75,7 @@ class DataConfig:
     """Prompts of a generation batch with algorithm.filter_groups, of which train_batch_size are trained on; null takes
     train_batch_size."""
     shuffle: bool = True
-    """Shuffle the prompts anew in every epoch; false keeps the order of the files."""
+    """Shuffle the prompts in every epoch; false keeps the order of the files."""
     seed: int = field(default=0, metadata=rules.SEED)
     """Seed of the shuffling."""
     filter_overlong_prompts: bool = False
@@ -151,7 +151,7 @@ class TrainerConfig:
     """Validate the checkpoint or model that the run would start from, and end; data.train_files is not read."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto resumes from the newest checkpoint of this experiment; resume_path from resume_from_path; disable starts
-    anew."""
+    a new run."""
     resume_from_path: str | None = None
     """Checkpoint folder, `global_step_N`."""
     allow_changed_config: bool = False

@@ -107,7 +107,7 @@ def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[s
     codec = COMPRESSED.get(path.suffix.lower())
     suffix = Path(path.stem if codec else path.name).suffix.lower()
     if suffix not in SUFFIXES or (codec and suffix == ".parquet"):
-        endings = f"{', '.join(SUFFIXES)}, or {' or '.join(COMPRESSED)} behind that of a text file"
+        endings = f"{', '.join(SUFFIXES)}, or {' or '.join(COMPRESSED)} after that of a text file"
         raise DataError(f"{key}: must end in one of {endings}; got {entry!r}")
     if suffix == ".parquet":
         return lambda where, wanted: _read_parquet(path, wanted)
@@ -116,14 +116,14 @@ def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[s
 
 
 def _folder_reader(folder: Path, split: str | None) -> Callable[[str, Container[str]], Table]:
-    """A folder of `save_to_disk`, or one with files whose format and splits the datasets library finds."""
+    """Return a reader of a folder of `save_to_disk`, or of files in a layout that the datasets library detects."""
     if (folder / SAVED).is_file() or (folder / SAVED_SPLITS).is_file():
         return lambda where, wanted: _read_saved(folder, split, where, wanted)
     return _library_reader(str(folder), None, split or "train")
 
 
 def read_table(source: Source, where: str, wanted: Container[str]) -> Table:
-    """Raises DataError, whatever the reason is that it cannot be read."""
+    """Read a table. Raises DataError if it cannot be read, for any reason."""
     try:
         return source.read(where, wanted)
     except DataError:

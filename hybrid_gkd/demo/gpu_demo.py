@@ -293,7 +293,7 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def make_word_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
-    """`learn_tokenizer` on texts of the task."""
+    """Call `learn_tokenizer` with texts of the task."""
     texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
     return learn_tokenizer(texts, recipe.vocab_size)
 

@@ -61,7 +61,7 @@ def single_process(device: torch.device) -> Iterator[None]:
 
 
 def encode_samples(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sample]:
-    """Prompts behind the chat template, with their answers and the end-of-sequence token."""
+    """Encode prompts in the chat template with their answers and the end-of-sequence token."""
     prompts = tokenizer([prompt_text(row["prompt"]) for row in rows], add_special_tokens=False).input_ids
     answers = tokenizer([row["answer"] + END for row in rows], add_special_tokens=False).input_ids
     return [
@@ -139,9 +139,9 @@ def _negative(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def train_sft(sft: SFT, name: str, batches: Iterable[list[Sample]], probe: list[Sample]) -> int:
-    """Train on one batch after another until the recipe says that it is enough; the number of steps.
+    """Train until the recipe's limit or `stop_at` is reached; return the number of steps.
 
-    `probe`: the held-out answers of `SFTRecipe.stop_at`. Raises TrainingError: the loss is not finite.
+    `probe`: held-out samples for `SFTRecipe.stop_at`. Raises TrainingError: the loss is not finite.
     """
     recipe, began, logged = sft.recipe, time.monotonic(), time.monotonic()
     for number, batch in zip(range(1, recipe.max_steps + 1), batches, strict=False):

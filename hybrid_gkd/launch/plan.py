@@ -58,7 +58,7 @@ class RunPlan:
 
     @property
     def copy_bytes(self) -> float | None:
-        """Host memory of a worker if training continues while a checkpoint is written; None if it does not."""
+        """Return the host memory of a worker if checkpoints are written in the background; None if they are not."""
         return sum(self.host.values()) if "checkpoint" in self.host else None
 
     def __str__(self) -> str:

@@ -66,7 +66,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def uninterrupted_shutdown(self) -> Iterator[None]:
-        """At the end of the block, normal or not, begin the shutdown, which no signal interrupts."""
+        """Begin the shutdown at the end of the block, normal or not; no signal interrupts it."""
         self._shutdown_since = None  # an earlier run of this process has been shut down
         try:
             yield

@@ -160,7 +160,7 @@ def _padded(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """[1, H, T, Dh] -> [B, H, L, Dh] -> attention -> [1, T, H, Dv]."""
+    """Compute [1, H, T, Dh] -> [B, H, L, Dh] -> attention -> [1, T, H, Dv]."""
     num_tokens, num_sequences = query.shape[2], len(cu_seqlens) - 1
     sequence = torch.arange(num_sequences, device=query.device)
     sequence = sequence.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
@@ -184,7 +184,7 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """[1, H, T, Dh] -> [1, T, H, Dv] without padding."""
+    """Compute [1, H, T, Dh] -> [1, T, H, Dv] without padding."""
     # Not tensor[0], whose gradient would be copied into a tensor of zeros.
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     attention, asks_for_gqa = _varlen_function()

@@ -38,8 +38,8 @@ def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[li
     plain, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     added = range(len(whole) - len(plain) + 1)
     front = next((count for count in added if whole[count : count + len(plain)] == plain), added[-1])
-    behind = added[-1] - front
-    return [ids[: len(ids) - behind] for ids in tokenizer(texts).input_ids]
+    back = added[-1] - front
+    return [ids[: len(ids) - back] for ids in tokenizer(texts).input_ids]
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

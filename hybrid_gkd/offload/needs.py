@@ -55,7 +55,7 @@ class TrainedSpec:
 
     @property
     def master(self) -> int:
-        """Bytes of the trained weights; gradients take as much, the optimizer state twice that."""
+        """Return the bytes of the trained weights; gradients take as much, the optimizer state twice that."""
         return {"fp32": 4, "bf16": 2}[self.section.fsdp_config.model_dtype] * self.spec.trained_parameters
 
 

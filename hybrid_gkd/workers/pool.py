@@ -145,7 +145,7 @@ class Pool:
         return Timeout(self.config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
 
     def call(self, method: str, *args: Any, timeout: Timeout | None = None, **kwargs: Any) -> list[Any]:
-        """`start` a method and return its results by rank. Raises as `gather`."""
+        """Call a method on every worker and return its results by rank. Raises as `gather`."""
         return gather(method, self.start(method, *args, **kwargs), timeout)
 
     def start(self, method: str, *args: Any, shares: Sequence[Any] | None = None, **kwargs: Any) -> Calls:

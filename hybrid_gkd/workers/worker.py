@@ -135,7 +135,7 @@ class Worker(GroupMember):
         self.profiler.begin(step)
 
     def write_profiles(self) -> list[str]:
-        """See `StepProfiler.take_outcomes`."""
+        """End the profile; return its files, see `StepProfiler.take_outcomes`."""
         return self.profiler.take_outcomes()
 
     @spanned("initialize")

@@ -353,9 +353,9 @@ def test_estimators_that_need_no_group():
 
 
 def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"^data\.train_files: must be given; --config-name demo"):
+    with pytest.raises(ConfigError, match=r"^data\.train_files: must be set; --config-name demo"):
         load_config(OWN[1:])
-    with pytest.raises(ConfigError, match=r"^data\.train_files: must be given; --config-name ppo_demo"):
+    with pytest.raises(ConfigError, match=r"^data\.train_files: must be set; --config-name ppo_demo"):
         load_config([OWN[1], "reward.answer_key=answer"], config_name="ppo")
     with pytest.raises(ConfigError, match=r"--config-name.*nothere"):
         load_config(OWN, config_name="nothere", config_path=tmp_path)

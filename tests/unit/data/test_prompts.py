@@ -446,7 +446,7 @@ def test_compressed_text(write, tmp_path, suffix, codec):
     for damaged in (b"nonsense", parts[0][:-6]):
         with pytest.raises(DataError, match=rf"a\.json\.{suffix}': cannot be read"):
             load(write(damaged, f"a.json.{suffix}"))
-    with pytest.raises(DataError, match=r"must end in one of .*\.gz or \.zst behind that of a text file"):
+    with pytest.raises(DataError, match=r"must end in one of .*\.gz or \.zst after that of a text file"):
         load(write(b"", f"a.parquet.{suffix}"))
 
 

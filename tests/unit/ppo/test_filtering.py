@@ -204,7 +204,7 @@ def test_what_is_said_of_a_run_that_refills_its_batches(tmp_path):
     trainer, _ = fit(2, tmp_path, "data.gen_batch_size=9")
     config = trainer.config
     plan = "\n".join(placement_lines(config, device="cpu", engine="hf"))
-    assert "(seq_reward) are left out, at most 10 generation batches of 9 prompts a step" in plan
+    assert "(seq_reward) are replaced, with at most 10 generation batches of 9 prompts per step" in plan
     assert "further prompts" in describe_dropped_prompts(config, NUM_PROMPTS, 1)
     table = final_table(config, steps=2, wall_seconds=1.0, first=trainer.first_metrics, last=trainer.last_metrics)
     shares = [trainer.tracking.by_step[step]["reward/all_groups"] for step in (1, 2)]

@@ -145,7 +145,7 @@ def test_micro_batches_are_cut_by_their_own_limit_and_a_longer_text_is_one():
     ("overrides", "parts"),
     [
         (["reward_model.model.path=null"], ["reward_model.model.path", "must name a classifier"]),
-        (["reward.functions={length: 1}"], ["reward.functions", "must have model with reward_model.enable"]),
+        (["reward.functions={length: 1}"], ["reward.functions", "must have model if and only if reward_model.enable"]),
         (["reward_model.enable=false", "reward.functions={model: 1}"], ["reward.functions", "if and only if"]),
         (["reward.custom_reward_function.path=a.py"], ["reward.functions", "{model: 1.0, custom: 1.0}"]),
         (["reward.functions={model: 1, gsm8k: 1}"], ["reward.answer_key", "right answers"]),
