@@ -13,8 +13,8 @@ from hybrid_gkd.losses.table import KL_LOSSES, POLICY_LOSSES
 TEACHER_PORT = 15555
 """Default port of a teacher service."""
 KL_LOSS = rules.rule(
-    f"must be one of {', '.join(KL_LOSSES)}; the expected gradient of k1 (verl: kl) as a loss is 0: k1+ has its value "
-    "and the gradient of the KL",
+    f"must be one of {', '.join(KL_LOSSES)}; k1 (verl: kl) cannot be a loss, since its expected gradient is 0: k1+ has "
+    "its value and the gradient of the KL",
     lambda value: value in KL_LOSSES,
 )
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -154,18 +154,18 @@ def markdown_page() -> str:
     read = {**VALUES, **RENAMED}
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
-        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` is anything.", "",
-        "## Sections with another name", "", "| verl | here |", "|---|---|",
+        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` matches anything.", "",
+        "## Renamed sections", "", "| verl | here |", "|---|---|",
         *(f"| `{old}*` | `{new}*` |" for old, new in SECTIONS.items()), "",
-        "## Read as something else", "", "| verl | here | value |", "|---|---|---|",
+        "## Converted", "", "| verl | here | value |", "|---|---|---|",
         *(f"| `{key}` | {_code(row.keys)} | {row.how} |" for key, row in read.items()), "",
-        "## Computed otherwise", "", *COMPUTED, "",
-        "## Accepted without a meaning", "", "| why | verl |", "|---|---|",
+        "## Different computations", "", *COMPUTED, "",
+        "## Accepted without effect", "", "| reason | verl |", "|---|---|",
         *(f"| {reason} | {_code(keys)} |" for reason, keys in ACCEPTED.items()), "",
-        "## Accepted with one value", "", "Any other is refused, with the reason.", "",
+        "## Accepted with certain values", "", "All others are rejected, with the reason.", "",
         "| verl | value | reason |", "|---|---|---|",
         *(f"| `{key}` | {_code(values)} | {reason} |" for key, (values, reason) in ONLY.items()), "",
-        "## Refused", "", "| verl | reason |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in REFUSED.items()),
+        "## Rejected", "", "| verl | reason |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in REFUSED.items()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -177,37 +177,37 @@ def _code(values: tuple[Any, ...]) -> str:
 
 
 INTRODUCTION = """
-A command of verl's `examples/ppo_trainer`, `grpo_trainer` or `on_policy_distillation_trainer`, for a dense language
-model on FSDP, starts with its arguments as they are: `bash run_gkd.sh` stands for `python3 -m verl.trainer.main_ppo`.
+Commands of verl's `examples/ppo_trainer`, `grpo_trainer` and `on_policy_distillation_trainer`, for dense language
+models on FSDP, run with unchanged arguments: `bash run_gkd.sh` replaces `python3 -m verl.trainer.main_ppo`.
 
-- **Where it starts from.** A command that names an advantage estimator (or a critic) takes the recipe `ppo_trainer`:
-  verl's defaults, where they decide what is learned. With a teacher of this program's spelling
-  (`actor_rollout_ref.teacher.*`), or with another `--config-name`, it starts from what that says.
-- **Spelling.** `+` and `++` before a key are allowed and mean nothing. `--config-path` (`-cp`) is a folder from where
-  you are, or else from this program's; `--config-name` (`-cn`) may end in `.yaml`. Your own YAML files may have verl's
-  keys, and a defaults list of names of files with `_self_` among them. Nothing can be deleted with `~`.
-- **What is said.** Each value that is read as something else has a line at the start, and so has each reason for which
-  keys have no effect. `--dry-run` and `config.yaml` show the spelling of this program.
-- **Twice.** If a key is given in two spellings, the values have to agree.
+- **Recipe.** A command with an advantage estimator (or a critic) uses the recipe `ppo_trainer`: those of verl's
+  defaults that affect the learning signal. A teacher in this program's spelling (`actor_rollout_ref.teacher.*`) or
+  another `--config-name` changes the recipe.
+- **Spelling.** `+` and `++` before a key are allowed and have no effect. `--config-path` (`-cp`) is a folder relative
+  to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. Your own YAML files
+  may have verl's keys, and a defaults list of file names with `_self_`. Keys cannot be deleted with `~`.
+- **Log.** Each converted value is logged at the start, and each reason for which keys have no effect. `--dry-run` and
+  `config.yaml` show the spelling of this program.
+- **Duplicates.** If a key is given in two spellings, the values must be equal.
 - **Warm-up.** `optim.lr_warmup_steps` counts training steps in verl, where all mini-batches of a step have one rate,
-  and optimizer steps here. A command of verl (what starts from the recipe `ppo_trainer`) is converted, with a line
-  that says so; in a command with another recipe the number is one of optimizer steps.
-- **Everything else** is in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
-  neither there nor below is refused, with the nearest that there is.
+  and optimizer steps here. In a command of verl (with the recipe `ppo_trainer`) it is converted and logged; with
+  another recipe it is a number of optimizer steps.
+- **All other keys** are in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
+  neither there nor below is rejected, with the closest existing key.
 """.strip().splitlines()
 
 COMPUTED = """
-- `forward_kl_topk` is a sum over the teacher's candidates, which can be negative. verl sets it to 0 in each row where
-  it is, and such a row has no gradient; here it keeps both. `distillation.tail=bucket` is never negative.
-- `k3` (`low_var_kl`) counts 10 at most in verl, and a token beyond has no gradient; here it has one up to a log-ratio
-  of 20 ([losses.md](losses.md)). `algorithm.kl_penalty` has verl's limit.
-- `distillation.distillation_loss_coef` counts beside task rewards only in verl; here it is always a factor of the
-  distillation. Without task rewards another value than 1 scales the gradient, before it is clipped.
-- The modes `seq-mean-*` of `loss_agg_mode` divide by the responses that keep a token. verl divides by all of the
-  mini-batch, those that `rollout_rs` leaves out altogether included.
+- `forward_kl_topk` is a sum over the teacher's candidates, which can be negative. verl sets negative rows to 0, without
+  a gradient; here they keep value and gradient. `distillation.tail=bucket` is never negative.
+- `k3` (`low_var_kl`) is clipped at 10 in verl, without a gradient beyond; here it has one up to a log-ratio of 20
+  ([losses.md](losses.md)). `algorithm.kl_penalty` has verl's limit.
+- `distillation.distillation_loss_coef` only applies with task rewards in verl; here it is always a factor of the
+  distillation. Without task rewards a value other than 1 scales the gradient, before it is clipped.
+- The modes `seq-mean-*` of `loss_agg_mode` divide by the responses that keep a token. verl divides by all responses of
+  the mini-batch, including those excluded by `rollout_rs`.
 - `seq-mean-token-sum-norm` divides by the number of responses and by `loss_scale_factor`, as in verl 0.9; older
-  versions divide by the latter alone, so that their loss is larger by the number of responses.
-- Rewards: `reward.strict` in [rewards.md](rewards.md) says where verl asks for more than the right answer.
+  versions divide only by the latter, so that their loss is larger by the number of responses.
+- Rewards: `reward.strict` in [rewards.md](rewards.md) describes where verl requires more than the right answer.
 """.strip().splitlines()
 """Keys with a different computation."""
 
