@@ -110,8 +110,8 @@ install() (
     if command -v flock >/dev/null; then
         exec 9>"$venv/hybrid_gkd.lock"
         flock -n 9 || if [[ $? == 1 ]]; then  # held; other codes are of file systems without locks
-            say "another start is installing into $venv: waiting for it, for an hour at most; its log: $log"
-            flock -w 3600 9 || fail "the other start is still installing into $venv after an hour: stop it and retry"
+            say "another start holds the lock of $venv: waiting for it, for an hour at most; its log: $log"
+            flock -w 3600 9 || fail "the other start still holds the lock of $venv after an hour: stop it and retry"
         fi
         if is_installed; then exit 0; fi
     fi

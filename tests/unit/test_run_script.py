@@ -192,7 +192,7 @@ def test_a_start_that_waits_for_another_ones_installation_says_so(start):
 
         fcntl.flock(lock, fcntl.LOCK_EX)
         done, _ = start("--install-only", meanwhile=let_go)
-    assert f"another start is installing into {start.venv}: waiting for it" in done.stderr.splitlines()[0]
+    assert f"another start holds the lock of {start.venv}: waiting for it" in done.stderr.splitlines()[0]
     assert done.returncode == 0, done.stderr
 
 
