@@ -100,7 +100,7 @@ class GKDTrainer(PPOTrainer):
 
         If an update spans several GPUs that the teacher also uses, it waits for all scores: otherwise every collective
         would wait for the GPU on which the teacher runs at that moment.
-        It also waits if token weights depend on the scores, since their sum must be known before the first backward pass.
+        It also waits if token weights depend on the scores: their sum must be known before the first backward pass.
         """
         whole, weighting = samples, self._weighting
         samples = [weighting.before_scoring(sample) for sample in samples]
@@ -213,8 +213,7 @@ class GKDTrainer(PPOTrainer):
         return self.teacher.take_scores(scores, enough, timeout=timeout, check=self.check_teacher)
 
     def _held_out_divergence(self, pairs: list[Pair]) -> dict[str, list[np.ndarray]]:
-        """Return forward and reverse KL at every token of the completions of a validation, and log the candidates of a
-        few.
+        """Return forward and reverse KL at every token of a validation's completions, and log the candidates of a few.
 
         Completions are scored in parts of the size of a training batch, which limits the memory for scores. Raises as
         `_update_actor`.
@@ -242,7 +241,7 @@ class GKDTrainer(PPOTrainer):
         }
 
     def _shown(self, pairs: list[Pair]) -> dict[SampleId, tuple[Sample, dict[str, Any]]]:
-        """Return the samples whose tokens are logged, with prompt and completion as text: one for each of the first
+        """Return the samples whose tokens are logged, with prompt and completion as text: one per task, of the first
         tasks."""
         count = self.config.trainer.log_val_generations
         chosen = {task.index for task in self.val_prompts[: min(ANSWERS, count)]}

@@ -64,7 +64,7 @@ class DistillationConfig:
 
     @property
     def weighting(self) -> TokenWeights | None:
-        """The row of token_weights with its arguments; None where all tokens count the same."""
+        """Return the row of token_weights with its arguments; None if all tokens have the same weight."""
         return token_weights(self.token_weights, self.token_weights_kwargs) if self.enabled else None
 
 

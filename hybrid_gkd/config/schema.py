@@ -259,13 +259,13 @@ class Config:
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """Whether the rollout engine returns log-probabilities: for corrections, or token weights of the user's own."""
+        """Return whether the rollout engine returns log-probabilities, for corrections or custom token weights."""
         row = self.distillation.weighting
         return self.algorithm.compares_logprobs or (row is not None and row.needs == "teacher")
 
     @property
     def distils_alone(self) -> bool:
-        """Whether distillation is the only term of the loss: tokens of weight 0 in it need not be computed then."""
+        """Return whether distillation is the only loss term, so that tokens with weight 0 need not be computed."""
         loss, actor = self.distillation, self.actor_rollout_ref.actor
         of_sequences = loss.use_policy_gradient and policy_loss(actor.policy_loss.loss_mode).of_sequences
         others = self.has_advantages or self.sft_coef or actor.use_kl_loss or actor.entropy_coeff or of_sequences

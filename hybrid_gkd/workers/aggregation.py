@@ -35,8 +35,8 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     A term whose signal exists only for some of the samples is a mean over those: its factors are `weights/<term>`, 0
     for the others. A signal that no sample has may still arrive for all.
 
-    With `distillation.token_weights` the distillation term is divided by the sum of the weights instead of the number of
-    tokens; weights that are known already are in its factors.
+    With `distillation.token_weights` the distillation term is divided by the sum of the weights instead of the number
+    of tokens; weights that are known already are in its factors.
 
     Raises TrainingError: no token is left in any term.
     """
@@ -86,7 +86,7 @@ def _sums(row: TokenWeights, samples: list[Sample], weights: list[np.ndarray]) -
 
 
 def _factors(kept: Sequence[float], mode: str, num_tokens: int, constant: float) -> list[np.float32]:
-    """Return the factor of each sample from its number of kept tokens or their sum of weights; 0 without kept tokens."""
+    """Return the factor of each sample from its kept tokens or their sum of weights; 0 without kept tokens."""
     num_kept, num_samples = sum(kept), sum(number > 0 for number in kept)
     denominators: dict[str, list[float]] = {
         "token-mean": [num_kept] * len(kept),

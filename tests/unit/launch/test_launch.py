@@ -28,7 +28,7 @@ from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.inputs import check_data_sources, reference
+from hybrid_gkd.launch.inputs import check_data_sources, reference_policy
 from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
@@ -243,7 +243,7 @@ def test_a_reference_cannot_have_more_candidates_than_there_are_tokens():
     given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "distillation.enabled=false", actor, ref]
     config = load_config([*given, "reward.answer_key=a", "algorithm.adv_estimator=reinforce_plus_plus"])
     with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.ref\.topk: must be at most the 259 tokens .* got 260"):
-        reference(Facts(config, tokenizer=make_tokenizer()))
+        reference_policy(Facts(config, tokenizer=make_tokenizer()))
 
 
 def test_all_failures_are_said_at_once_and_what_follows_from_one_is_not(tmp_path):
