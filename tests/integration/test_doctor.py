@@ -107,7 +107,7 @@ def test_a_configuration_that_is_wrong_is_one_line(world, tmp_path, capsys):
 
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path))
-    assert "can be written to" in check_disk(config.run_dir, 4096)
+    assert "is writable" in check_disk(config.run_dir, 4096)
     message = r"default_local_dir: the checkpoints of this run need 1048576\.0 GiB more, but .* free"
     with pytest.raises(ConfigError, match=message):
         check_disk(config.run_dir, 2**50)
@@ -119,7 +119,7 @@ def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, m
     trained = trained_models(config, student_spec(config))
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained)
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
-    assert "can be written to" in preflight.disk(Facts(config, trained=trained, steps=2))
+    assert "is writable" in preflight.disk(Facts(config, trained=trained, steps=2))
     with pytest.raises(ConfigError, match="default_local_dir"):
         preflight.disk(Facts(config, trained=trained))
 

@@ -19,7 +19,7 @@ def run(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def call(end):
-        monkeypatch.setattr(command_line, "train", end)
+        monkeypatch.setattr(command_line, "run_training", end)
         return command_line.main([*ARGUMENTS, *PPO])
 
     yield call
