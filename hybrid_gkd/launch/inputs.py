@@ -283,10 +283,7 @@ def check_given_answers(config: Config, prompts: list[Task]) -> str:
 
 
 def check_data_sources(facts: Facts) -> None:
-    """Check that reward.name=by_data_source has a function for every row.
-
-    Raises DataError: it has none for a row; ConfigError: a library is missing.
-    """
+    """Check that by_data_source has a function for every row. Raises DataError; ConfigError: a library is missing."""
     if "by_data_source" not in (facts.reward or {}):
         return
     sources = {prompt.data_source for prompt in (*facts.train_prompts, *facts.val_prompts)}
