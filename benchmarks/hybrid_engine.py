@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     plan = make_plan(config, trained_models(config, student_spec(config)), "cuda")
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=args.steps, stop_token_ids=[vocabulary - 1],
-                    engine_room=plan.memory.engine_room)
+                    engine_memory=plan.memory.engine_memory)
     ) as group:
         for step in range(args.steps):
             row: dict[str, float] = dict(group.publish(step))

@@ -109,7 +109,7 @@ def sample(path: Path, texts: list[list[int]], end: int, args: argparse.Namespac
     plan = make_plan(config, trained_models(config, student_spec(config)), args.device)
     with ray_cluster(config, args.device), contextlib.closing(
         WorkerGroup(config, device=args.device, num_updates=1, stop_token_ids=[end],
-                    engine_room=plan.memory.engine_room)
+                    engine_memory=plan.memory.engine_memory)
     ) as group:
         group.publish(0)
         sampling = SamplingParams(max_tokens=NEW_TOKENS, logprobs=True)

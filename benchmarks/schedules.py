@@ -48,7 +48,7 @@ from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import trace_recording
-from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer
@@ -129,10 +129,10 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
             teacher.wait_ready()  # the rollout engine sizes its cache by what is free
         group = stack.enter_context(contextlib.closing(
             WorkerGroup(loading or first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids,
-                        engine_room=plan.memory.engine_room)
+                        engine_memory=plan.memory.engine_memory)
         ))  # fmt: skip
         teacher.wait_ready()
-        keep_loaded()  # as a run does
+        freeze_gc()  # as a run does
         for schedule, config in configs.items():
             train(args, dataclasses.replace(facts, config=config), group, teacher)
             found[schedule] = figures(config.run_dir, *steps_left_out(args, schedule))

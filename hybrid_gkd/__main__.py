@@ -1,6 +1,6 @@
 """Command line: `python -m hybrid_gkd [--config-name NAME] [dotted.key=value ...]`.
 
-Without a configuration name, and without a model or data of one's own, the demo runs (config/demo.yaml).
+Without a configuration name, model and data, the demo runs (config/demo.yaml).
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run_command
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.runtime.imports import gc_paused
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda stopping: start(options, stopping), debug=options.debug)
 
 
 def start(options: argparse.Namespace, stopping: Stopping) -> int:
-    """Do what the command line asks for; the exit code. Raises HybridGKDError."""
+    """Execute the parsed command line; return the exit code. Raises HybridGKDError."""
     config = load(options)
     if options.dry_run:
         return dry_run(config)
-    train(config, options, stopping)
+    run_training(config, options, stopping)
     return 0
 
 
 def dry_run(config: Config) -> int:
-    """Print the resolved configuration and what every check before a run finds; the exit code, 1 if one failed."""
+    """Print the resolved configuration and the results of all checks; return the exit code, 1 if one failed."""
     from hybrid_gkd.launch.checks import Facts, Report
     from hybrid_gkd.launch.preflight import CHECKS
 
     print(to_yaml(config))
     report = Report()
-    report.walk(CHECKS, Facts(config))
+    report.run_all(CHECKS, Facts(config))
     return 1 if report.failed else 0
 
 
-def train(config: Config, options: argparse.Namespace, stopping: Stopping) -> None:
+def run_training(config: Config, options: argparse.Namespace, stopping: Stopping) -> None:
     """Train and print the final table."""
-    with quick_imports():
+    with gc_paused():
         from hybrid_gkd.launch import run
 
     recipe, changed = changed_from_recipe(config, options)

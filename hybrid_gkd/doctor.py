@@ -1,4 +1,4 @@
-"""`python -m hybrid_gkd.doctor`: would this run start, and what goes where? See launch/doctor.py."""
+"""`python -m hybrid_gkd.doctor`: check a run and its placement without training. See launch/doctor.py."""
 
 import sys
 

@@ -1,23 +1,23 @@
 """Every error that this package raises on purpose.
 
     HybridGKDError                  message fit for a user: what, where, what to do
-    ├── SeveralErrors               all that is wrong with what was given, a line each
-    ├── ConfigError                 a key: its dotted name, the rule, the value
+    ├── SeveralErrors               several errors of the input, one line each
+    ├── ConfigError                 a configuration key: its dotted name, the rule, the value
     ├── DataError                   a data file or a row of it
     ├── ModelError                  a model or tokenizer folder
     ├── CheckpointError             a checkpoint that cannot be written or read
     ├── DeviceMemoryError           a memory owner (parameters, KV cache, ...) does not fit into what is free
-    ├── WorkerError                 a training or rollout worker died, missed its deadline or raised
+    ├── WorkerError                 a training or rollout worker died, timed out or raised
     ├── TrainingError               the learning signal is not usable (NaN loss, nothing to train on)
-    └── TeacherError                anything about the teacher service
-        ├── TeacherUnreachable      no answer to the handshake within the connect timeout
-        ├── TeacherMismatch         teacher and student do not fit (vocabulary, K, length, temperature)
-        ├── TeacherTimeout          a request was not answered before its deadline
-        ├── TeacherRefused          the service answered that it will not score the request
+    └── TeacherError                an error of the teacher service
+        ├── TeacherUnreachable      no reply to the handshake within the connect timeout
+        ├── TeacherMismatch         teacher and student are incompatible (vocabulary, K, length, temperature)
+        ├── TeacherTimeout          no reply to a request before its deadline
+        ├── TeacherRefused          the service rejected the request
         └── BadTeacherReply         a reply that must not reach a loss (NaN, bad id, mass above 1, ...)
 
-The command line prints the message of a HybridGKDError without a traceback (unless --debug is
-given). Broken invariants of our own stay plain assertions.
+The command line prints the message of a HybridGKDError without a traceback, unless --debug is given. Broken
+invariants of this package are plain assertions.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LONGEST_CAUSE = 600
-"""Characters of a library's error in a message."""
+MAX_CAUSE_CHARACTERS = 600
+"""Maximum number of characters of a library's error in a message."""
 
 
 class HybridGKDError(Exception):
-    """An error with a message for the user: what, where, what to do. It survives pickling, between processes."""
+    """An error with a message for the user: what, where, what to do. It can be pickled and sent between processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew without the constructor, whose arguments need not be `args`."""
+        """Rebuild the error without its constructor, whose arguments may differ from `args`."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(HybridGKDError):
-    """A configuration key has an unusable value; the message is `<dotted.key>: <rule>; got <value>`."""
+    """An unusable value of a configuration key; the message is `<dotted.key>: <rule>; got <value>`."""
 
     def __init__(self, key: str, rule: str, value: object = None, *, show_value: bool = True, missing: bool = False):
         self.key, self.missing = key, missing
@@ -49,35 +49,35 @@ class ConfigError(HybridGKDError):
 
 
 class SeveralErrors(HybridGKDError):
-    """Several errors at once, each message once; what is missing follows what is wrong."""
+    """Several errors as one; missing keys are listed after wrong ones."""
 
     def __init__(self, errors: list[HybridGKDError]):
         self.errors = sorted(errors, key=is_missing)
         lines = [f"  {error}" for error in self.errors]
         lines.insert(sum(not is_missing(error) for error in self.errors), "missing:")
-        super().__init__("\n".join([f"{len(errors)} things have to be changed:", *lines]).removesuffix("\nmissing:"))
+        super().__init__("\n".join([f"{len(errors)} errors:", *lines]).removesuffix("\nmissing:"))
 
 
 def is_missing(error: HybridGKDError) -> bool:
-    """Whether it is about a key that was not given."""
+    """Return whether the error is about a key that was not given."""
     return isinstance(error, ConfigError) and error.missing
 
 
-def all_of(errors: Iterable[HybridGKDError]) -> list[HybridGKDError]:
-    """The single errors, without those that say the same."""
+def flatten_errors(errors: Iterable[HybridGKDError]) -> list[HybridGKDError]:
+    """Return the single errors behind the given ones, without duplicates."""
     single = [part for error in errors for part in (error.errors if isinstance(error, SeveralErrors) else [error])]
     return list({str(error): error for error in single}.values())
 
 
 def raise_all(errors: Iterable[HybridGKDError]) -> None:
-    """Raise the only error as it is, several as SeveralErrors; nothing where there is none."""
-    single = all_of(errors)
+    """Raise a single error as it is and several as SeveralErrors; do nothing without errors."""
+    single = flatten_errors(errors)
     if single:
         raise single[0] if len(single) == 1 else SeveralErrors(single)
 
 
 def call_all(functions: Iterable[Callable[[], T]]) -> list[T]:
-    """Call each, whichever fail; raise their HybridGKDErrors together, or return the results."""
+    """Call every function and return their results; raise their HybridGKDErrors together after the last call."""
     results, errors = list[T](), list[HybridGKDError]()
     for function in functions:
         try:
@@ -88,14 +88,14 @@ def call_all(functions: Iterable[Callable[[], T]]) -> list[T]:
     return results
 
 
-def in_words(error: BaseException) -> str:
-    """Type and message of a library's error in one line, cut in the middle where it is very long.
+def describe_error(error: BaseException) -> str:
+    """Return type and message of a library's error in one line, shortened in the middle if it is very long.
 
-    All lines count: of an error that a library collects from its fields, the first is a number of them.
+    All lines are kept, because the first line of a validation error often only counts the others.
     """
     text = " ".join(str(error).split())
-    if len(text) > LONGEST_CAUSE:
-        text = f"{text[: LONGEST_CAUSE // 2]} ... {text[-LONGEST_CAUSE // 2 :]}"
+    if len(text) > MAX_CAUSE_CHARACTERS:
+        text = f"{text[: MAX_CAUSE_CHARACTERS // 2]} ... {text[-MAX_CAUSE_CHARACTERS // 2 :]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -106,8 +106,8 @@ class ModelError(HybridGKDError): ...
 
 
 @contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Begin the message of a ModelError or TeacherError of the block with a key of the configuration."""
+def prefix_errors(key: str) -> Iterator[None]:
+    """Prefix the message of a ModelError or TeacherError of the block with a configuration key."""
     try:
         yield
     except ModelError as error:
@@ -121,7 +121,7 @@ class CheckpointError(HybridGKDError): ...
 
 class DeviceMemoryError(HybridGKDError):
     weights_changed = False
-    """Whether some may have: it happened within an optimizer step."""
+    """True if the error occurred within an optimizer step, so that some weights may have changed."""
 
 
 class WorkerError(HybridGKDError): ...

@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":  # processes that this one starts import it too
+if __name__ == "__main__":  # child processes import this module too
     from hybrid_gkd.launch.evaluate import main
 
     sys.exit(main())

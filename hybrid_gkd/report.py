@@ -1,4 +1,4 @@
-"""`python -m hybrid_gkd.report RUN ...`: what run folders hold, as a page. See reporting/report/command.py."""
+"""`python -m hybrid_gkd.report RUN ...`: a report page of run folders. See reporting/report/command.py."""
 
 import sys
 

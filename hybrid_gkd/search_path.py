@@ -1,7 +1,7 @@
-"""Where the processes of a run look for modules: the folder that the run was started in comes last.
+"""Module search path of a run's processes: the working directory comes last.
 
-Python and Ray put it first, so that a file there, `tokenize.py` or `datasets.py` say, would take the place of a module
-of the standard library or of a package, in whatever imports it. Modules of the user's own are still found.
+Python and Ray put it first, so that a file there, such as `tokenize.py` or `datasets.py`, would replace a module of the
+standard library or of a package. The user's own modules are still found.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Iterable
 
 PROGRAM, RAY_WORKER = "hybrid_gkd", "default_worker.py"
 SAFE_PATH = "PYTHONSAFEPATH"
-"""The variable by which Python leaves the working folder, and that of a script, out of sys.path."""
+"""Environment variable that keeps the working directory and a script's folder out of sys.path."""
 
 
 def arrange() -> None:
-    """Put the working folder last in a process of this program, and keep Python from putting it first in its children,
-    which find this package through PYTHONPATH.
+    """Put the working directory last in sys.path of this program's processes; children find it through PYTHONPATH.
 
-    Of other programs that import this package nothing is changed. Raises SystemExit: a folder of PYTHONPATH has a file
-    named like a module of the standard library, which Python would import for it in every process.
+    Other programs that import this package are not affected. Raises SystemExit: a folder of PYTHONPATH has a file named
+    like a module of the standard library, which every process would import instead.
     """
     given = sys.orig_argv
     if any(os.path.basename(word) == RAY_WORKER for word in given):
-        put_last(sys.path[0])  # of the driver, from the machine where that is
+        put_last(sys.path[0])  # the driver's working directory
     elif "-m" in given and given[given.index("-m") + 1].partition(".")[0] == PROGRAM:
         put_last(os.getcwd())
         os.environ[SAFE_PATH] = "1"
@@ -35,20 +34,20 @@ def arrange() -> None:
             os.environ["PYTHONPATH"] = os.pathsep.join(folders)
         if file := hides_a_module(folders):
             raise SystemExit(
-                f"error: PYTHONPATH: {file} has the name of a module of Python's standard library, in whose place "
-                "every process of the run would import it; rename it, or take its folder out"
+                f"error: PYTHONPATH: {file} has the name of a module of Python's standard library, which it would "
+                "replace in every process; rename it, or remove its folder from PYTHONPATH"
             )
 
 
 def put_last(folder: str) -> None:
-    """Move a folder, under whatever name, to the end of sys.path."""
+    """Move a folder to the end of sys.path, under any of its names."""
     real = os.path.realpath(folder)
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != real] + [folder]
 
 
 def hides_a_module(folders: Iterable[str]) -> str | None:
-    """A file in one of the folders, which are not Python's own, that it would import for a module of the standard
-    library; "" is here."""
+    """Return a file in one of the folders that hides a module of the standard library, or None; "" is the working
+    directory."""
     own = os.path.realpath(os.path.dirname(os.__file__))
     for folder in folders:
         if os.path.realpath(folder) == own:

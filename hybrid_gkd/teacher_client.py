@@ -1,12 +1,12 @@
-"""The trainer's side of the teacher service: readings in, futures of checked scores out.
+"""Client of the teacher service: takes readings and returns futures of checked scores.
 
 A background thread owns the sockets. It groups readings into requests, keeps a bounded number of them in flight, and
-sees each to its one outcome: scores that passed every check, or an error that names the server, the request, what was
-waited for and for how long. A reading is never skipped.
+resolves each one exactly once: with scores that passed every check, or with an error that names the server, the
+request, and the kind and duration of the wait. A reading is never skipped.
 
-One lock, that of `_changed`, guards everything. The thread holds it for a whole turn and lets go of it while it polls
-and while it resolves futures, whose callbacks may call the client. Who unblocks whom: `_wake` ends the poll through a
-socket pair; the end of every turn notifies `_changed`; futures are resolved by the thread alone.
+One lock, that of `_changed`, guards all state. The thread holds it for a whole iteration and releases it while it polls
+and while it resolves futures, whose callbacks may call the client. `_wake` ends the poll through a socket pair; the end
+of every iteration notifies `_changed`; only the thread resolves futures.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hybrid_gkd.teacher.ranges import ranges_of
 from hybrid_gkd.types import Reading, TopK
 
 MAX_WAITING_TOKENS = 1 << 24
-"""Of readings that are not in flight yet; `submit` waits when there are more."""
+"""Maximum number of tokens of readings that are not in flight; `submit` blocks beyond it."""
 BUSY_WAIT_SECONDS = 0.2
 POLL_SECONDS = 0.2
 CLOSE_MILLISECONDS = 200
-"""For the goodbye to leave."""
+"""Timeout for sending the goodbye message."""
 
 
 class TeacherClient:
@@ -50,14 +50,14 @@ class TeacherClient:
         endpoints: "host:port" of each server
         topk: K, candidates per scored token
         temperature: of the teacher's distribution
-        vocab_size: what is scored are the ids below it, as if the teacher had no others
-        connect_timeout: seconds for the handshake with all servers
-        request_timeout: seconds from the first sending of a request to its scores, all attempts together
-        max_retries: further attempts after a reply that fails its checks or an engine failure; an unanswered
-            attempt is repeated after request_timeout / (max_retries + 1)
-        n_server_workers: requests in flight
-        num_microbatches: readings per request at most
-        keys: folder with this client's keys, where the servers have some
+        vocab_size: number of scored ids; the distribution is restricted to them
+        connect_timeout: timeout of the handshake with all servers, seconds
+        request_timeout: timeout of a request over all attempts, seconds
+        max_retries: further attempts after an invalid reply or an engine failure; an attempt without a reply is
+            repeated after request_timeout / (max_retries + 1)
+        n_server_workers: maximum number of requests in flight
+        num_microbatches: maximum number of readings per request
+        keys: folder with this client's keys, if the servers require them
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TeacherClient:
         if not endpoints:
             raise TeacherError("no teacher address is given")
         for address in endpoints:
-            network.endpoint_url(address)  # a bad one is an error before anything is opened
+            network.endpoint_url(address)  # raises for an invalid address before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
         self._connect_timeout = Timeout(connect_timeout, "actor_rollout_ref.teacher.connect_timeout")
         self._request_timeout = Timeout(request_timeout, "actor_rollout_ref.teacher.request_timeout")
@@ -76,14 +76,14 @@ class TeacherClient:
         self._keys = load_keys(keys) if keys is not None else None
         self._changed = threading.Condition()
         self._failure: TeacherError | None = None
-        """Why the thread has ended: `close`, or an error that no server can make good."""
+        """Reason for the end of the thread: `close`, or an unrecoverable error."""
         self._needs: StudentNeeds | None = None
-        """Set by the handshake; from then on a server that does not fit ends the thread."""
+        """Set by the handshake; afterwards an incompatible server ends the thread."""
         self._served: dict[str, ModelInfo] = {}
         self._waiting = ReadingQueue(num_microbatches)
         self._in_flight: dict[str, Request] = {}
         self._finished: list[tuple[Future[TopK], TopK | TeacherError]] = []
-        """To be resolved at the end of the turn."""
+        """Futures to resolve at the end of the iteration."""
         self._metrics = TeacherMetrics()
         self._name, self._ids = uuid.uuid4().hex, itertools.count(1)
         self._context = zmq.Context()
@@ -103,10 +103,10 @@ class TeacherClient:
         self.close()
 
     def handshake(self, *, tokenizer_hash: str, tokenizer_size: int, max_sequence_length: int) -> ModelInfo:
-        """Wait until every server has answered and fits; returns what the first one serves.
+        """Wait until every server has replied and matches; return the model of the first one.
 
-        Raises TeacherUnreachable after connect_timeout, or at once where keys do not fit, and TeacherMismatch with
-        both sides' values.
+        Raises TeacherUnreachable after connect_timeout, or at once if keys are rejected, and TeacherMismatch with both
+        sides' values.
         """
         needs = StudentNeeds(
             tokenizer_hash=tokenizer_hash, tokenizer_size=tokenizer_size, max_sequence_length=max_sequence_length,
@@ -123,15 +123,15 @@ class TeacherClient:
 
     @property
     def served(self) -> dict[str, ModelInfo]:
-        """The model of every server by address; empty before the handshake."""
+        """Return the model of every server by address; empty before the handshake."""
         return self._served
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
-        """Queue readings for scoring; returns one future per reading in the same order.
+        """Queue readings for scoring; return one future per reading in the same order.
 
-        Token ids and positions may be arrays or lists of integers; TeacherError for others. Returns at once, or waits
-        for room where very much is queued already: TeacherTimeout after request_timeout. A future raises
-        TeacherTimeout, BadTeacherReply, TeacherRefused or TeacherMismatch.
+        Token ids and positions may be arrays or lists of integers. Returns at once, or blocks while the queue is full.
+        Raises TeacherError for other types, and TeacherTimeout after request_timeout. A future raises TeacherTimeout,
+        BadTeacherReply, TeacherRefused or TeacherMismatch.
         """
         futures: list[Future[TopK]] = [Future() for _ in readings]
         with self._changed:
@@ -141,7 +141,7 @@ class TeacherClient:
                 if not self._wait_for(self._has_room, self._request_timeout, "room for more readings"):
                     raise TeacherTimeout(
                         f"{', '.join(self._endpoints)}: waited {self._request_timeout} to queue {len(readings)} "
-                        f"sequences, {self._waiting.num_tokens} tokens are still waiting to be sent; {self.describe()}"
+                        f"sequences, {self._waiting.num_tokens} tokens are still queued; {self.describe()}"
                     )
                 if self._needs is None:
                     raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
@@ -155,16 +155,16 @@ class TeacherClient:
         return futures
 
     def status(self) -> dict[str, Status]:
-        """Current state of every server by address. Raises TeacherUnreachable."""
+        """Return the current status of every server by address. Raises TeacherUnreachable."""
         limit = self._connect_timeout
         return {each: query_status(each, limit.seconds, self._keys, limit.key) for each in self._endpoints}
 
     def describe(self) -> str:
-        """What is known of every server now: "10.0.0.5:15555: connection refused since 12:03:11, it scored ..."."""
+        """Describe the state of every server: "10.0.0.5:15555: connection refused since 12:03:11, it scored ..."."""
         return "; ".join(f"{each.address}: {each.describe()}" for each in self._connections)
 
     def drain_metrics(self) -> TeacherMetrics:
-        """Counters since the last call."""
+        """Return the counters since the last call."""
         with self._changed:
             metrics, self._metrics = self._metrics, TeacherMetrics()
             metrics.complete_until = min([time.monotonic(), *(each.started for each in self._in_flight.values())])
@@ -176,7 +176,7 @@ class TeacherClient:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is asked for and answered within the block is in no metrics. Nothing may be under way before it."""
+        """Exclude the requests of the block from all metrics. No requests may be in flight before it."""
         counted = self.drain_metrics()
         try:
             yield
@@ -186,20 +186,20 @@ class TeacherClient:
                 self._metrics = counted
 
     def close(self) -> None:
-        """Stop the thread; futures that are still open raise TeacherError. May be called twice."""
+        """Stop the thread; open futures raise TeacherError. May be called repeatedly."""
         self._closing = True
         self._wake()
         self._thread.join(timeout=10.0)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake up anyway; closed: it has ended
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread wakes up anyway; closed: it has ended
             self._wake_writer.send(b"x")
 
     def _has_room(self) -> bool:
         return self._waiting.num_tokens < MAX_WAITING_TOKENS
 
     def _wait_for(self, condition: Callable[[], bool], timeout: Timeout, what: str) -> bool:
-        """Whether the condition was met within `timeout`; raises the error that ended the thread."""
+        """Return whether the condition was met within `timeout`; raise the error that ended the thread."""
         if not condition():
             with waiting(f"the teacher: {what}", timeout, self.describe):
                 self._changed.wait_for(lambda: self._failure or condition(), timeout.seconds)
@@ -208,13 +208,13 @@ class TeacherClient:
         return condition()
 
     def _check_fit(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
-        """Raises TeacherMismatch, also where two servers serve different models."""
+        """Raise TeacherMismatch for an incompatible server, or if two servers serve different models."""
         needs.check(address, model)
         for each in self._connections:
             if each.model is not None and each.model.model != model.model:
                 raise TeacherMismatch(f"{address} serves {model.model}, {each.address} serves {each.model.model}")
 
-    # Everything below runs in the thread, and all but _run, _poll and _resolve with the lock.
+    # All methods below run in the thread; all but _run, _poll and _resolve hold the lock.
 
     def _run(self) -> None:
         failure, pause = TeacherError("the teacher client was closed"), 0.0
@@ -235,7 +235,7 @@ class TeacherClient:
             for request in list(self._in_flight.values()):
                 self._fail(request, failure)
             for reading, future, _ in self._waiting.take():
-                text = f"{', '.join(self._endpoints)}: {reading.name} waited to be sent: {failure}"
+                text = f"{', '.join(self._endpoints)}: {reading.name} was queued: {failure}"
                 self._finished.append((future, type(failure)(text)))
             self._changed.notify_all()
         self._resolve()
@@ -266,9 +266,9 @@ class TeacherClient:
                     future.set_result(outcome)
 
     def _turn(self) -> float:
-        """Returns the seconds for which there is nothing to do unless something arrives."""
+        """Run an iteration; return the seconds until the next one, unless a message arrives."""
         for connection in self._connections:
-            if connection.read_events():  # perhaps to a new server: it is asked at once
+            if connection.read_events():  # possibly a new server, which needs a handshake
                 connection.send(protocol.Hello())
             for message, frames in connection.receive():
                 self._handle(connection, message, frames)
@@ -286,7 +286,7 @@ class TeacherClient:
         match message:
             case protocol.Welcome():
                 connection.on_welcome(message)
-                if self._needs is not None and connection.model is not None:  # a mismatch ends the training
+                if self._needs is not None and connection.model is not None:  # a mismatch ends the thread
                     self._check_fit(connection.address, connection.model, self._needs)
             case protocol.Pong() if connection.model is not None:
                 self._on_pong(connection, message)
@@ -299,7 +299,7 @@ class TeacherClient:
         now = time.monotonic()
         pause, self._last_turn = now - self._last_turn, now
         for connection in self._connections:
-            if pause > protocol.LIVENESS_SECONDS / 2:  # nobody was silent while this process could not listen
+            if pause > protocol.LIVENESS_SECONDS / 2:  # this process was paused and could not receive messages
                 connection.heard = max(connection.heard, now - protocol.LIVENESS_SECONDS / 2)
             if connection.model is not None and connection.heard < now - protocol.LIVENESS_SECONDS:
                 self._lose(connection, f"{connection.address} was silent for {protocol.LIVENESS_SECONDS:.0f} s")
@@ -307,7 +307,7 @@ class TeacherClient:
             connection.send_heartbeat(now)
 
     def _lose(self, connection: Connection, problem: str) -> None:
-        """Take the requests back from a server that died or was replaced; it has to say hello again."""
+        """Take the requests back from a server that died or was replaced; it needs a new handshake."""
         connection.model = None
         for request in self._in_flight.values():
             if request.connection is connection:
@@ -332,7 +332,7 @@ class TeacherClient:
             )
         except TeacherError as error:
             self._metrics.bad_replies += 1
-            if result.attempt == request.attempt:  # else a newer attempt is under way already
+            if result.attempt == request.attempt:  # else a newer attempt is in flight
                 self._fail_attempt(request, BadTeacherReply(f"attempt {result.attempt}: {error}"))
             return
         connection.num_answers += 1
@@ -366,7 +366,7 @@ class TeacherClient:
         self._metrics.retries += 1
 
     def _fail(self, request: Request, error: TeacherError) -> None:
-        """The error that the futures raise says where the request was and how long it waited."""
+        """Fail a request; the error describes where it was and how long it waited."""
         error = type(error)(f"{request.describe(self._connections)}: {error}")
         self._finish(request, [error] * len(request.futures))
 
@@ -385,7 +385,7 @@ class TeacherClient:
                 self._repeat(request, f"{request.connection.address} did not answer attempt {request.attempt}")
 
     def _form_requests(self) -> float:
-        """Move waiting readings into flight; returns the seconds until the next group is due."""
+        """Group queued readings into requests; return the seconds until the next group is due."""
         while len(self._in_flight) < self._max_in_flight:
             now = time.monotonic()
             group, pause = self._waiting.take_group(now)
@@ -416,7 +416,7 @@ class TeacherClient:
                 ranges=[ranges_of(each.positions) for each in request.readings], num_ids=self._vocab_size,
             )
             if not connection.send(message, [protocol.request_array(request.readings)]):
-                continue  # disconnected this moment; the missing pongs or a reconnect settle it
+                continue  # disconnected; missing pongs or a reconnect are handled later
             request.attempt += 1
             request.connection = request.last_connection = connection
             request.sent_at_ping = connection.ping_number

@@ -1,8 +1,8 @@
-"""Stand-ins for tests of a reward, a loss or a trainer of your own: no GPU, no Ray, no service, and seconds.
+"""Stand-ins for testing custom rewards, losses and trainers within seconds, without GPU, Ray or a teacher service.
 
-A reward is a plain function, and so is a loss: call it. For what it does to a run, `LocalGroup` has a real student and
-its update (docs/extending.md has an example). When a trainer generates, trains, publishes and saves needs no model, and
-the test says when the teacher answers:
+Rewards and losses are plain functions: call them. `LocalGroup` has a real student and its update, to test their effect
+on a run (docs/extending.md has an example). `RecordingGroup` needs no model: it tests when a trainer generates, trains,
+publishes and saves, and the test decides when the teacher answers:
 
     group, teacher = RecordingGroup(), LocalTeacher(scores, delay=None)
     trainer = MyTrainer(config, group=group, teacher=teacher, tokenizer=NumberTokenizer(), tracking=MetricRows(), ...)
@@ -39,22 +39,23 @@ from hybrid_gkd.types import (
     SamplingParams,
     Signal,
     TopK,
-    generated,
+    generated_sample,
 )
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
 Respond = Callable[[GenerationRequest, int], np.ndarray]
-"""A request and the version of the weights that is asked -> response ids, int32 [R]."""
+"""Function of a request and the requested weight version that returns the response ids, int32 [R]."""
 
 
 def tail_of(logprobs: np.ndarray) -> np.ndarray:
-    """What `TopK.tail_logprobs` is for made-up candidates [R, K]: the log of the mass that they leave, [R]."""
+    """Return `TopK.tail_logprobs` of made-up candidates [R, K]: the log of the remaining mass, [R]."""
     with np.errstate(divide="ignore"):
         return np.log(np.maximum(0, 1 - np.exp(logprobs.astype(np.float64)).sum(1))).astype(np.float32)
 
 
 def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> Any:
-    """A byte-level tokenizer: 256 bytes, `num_words` tokens that no text gives, three special tokens, no merges."""
+    """Return a byte-level tokenizer: 256 bytes, `num_words` tokens that no text produces, three special tokens, no
+    merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,15 +74,15 @@ def make_tiny_model(
     extra_tokens: tuple[str, ...] = (), num_words: int = 0, vocab_size: int | None = None,
     architecture: str = "Qwen2ForCausalLM", positions: int = 2048,
 ) -> Path:
-    """Write a random Qwen2 and its tokenizer to `folder`, and return it: vLLM runs them on the CPU (head size 32).
+    """Write a random Qwen2 that vLLM can run on the CPU (head size 32), and its tokenizer, to `folder`; return it.
 
     Args:
         hidden: D, a multiple of 32.
         tied: one matrix for the input embedding and the head.
         std: standard deviation of the weights.
-        vocab_size: V, rows of the embeddings; None: as many as the tokenizer has tokens. Those of the head that are no
-            tokens are 4 times as large, so that it shows where one is drawn or scored.
-        architecture: or a classifier's, which gets one label.
+        vocab_size: V, rows of the embeddings; None: the number of tokens. Rows of the head without a token are 4 times
+            as large, so that tests detect if one is drawn or scored.
+        architecture: name of a causal LM's or a classifier's class; the latter has one label.
     """
     import torch
     import transformers
@@ -104,11 +105,11 @@ def make_tiny_model(
 
 
 def tiny_config(*overrides: str, model: str | Path = "unused") -> Config:
-    """Load a configuration for the CPU with names that lead nowhere as training data and teacher.
+    """Load a configuration for the CPU with placeholders as training data and teacher.
 
     Args:
-        overrides: `dotted.key=value`; of a key that is given twice the last value counts.
-        model: the student's folder, where one is loaded.
+        overrides: `dotted.key=value`; the last value of a key counts.
+        model: the student's folder, if one is loaded.
     """
     from hybrid_gkd.config.loading import load_config
 
@@ -121,7 +122,7 @@ def make_sample(
     loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0,
     status: str = "stop", logprobs: np.ndarray | None = None, **signals: Signal,
 ) -> Sample:
-    """Build a sample from lists of ids; `loss_mask` is of prompt and completion, None trains on the completion."""
+    """Build a sample from lists of ids; `loss_mask` covers prompt and completion, None trains on the completion."""
     prompt, tokens = [*prompt], np.array([*prompt, *completion], np.int32)
     mask = np.arange(len(tokens)) >= len(prompt) if loss_mask is None else np.array([*loss_mask], bool)
     return Sample(
@@ -132,7 +133,7 @@ def make_sample(
 
 @contextlib.contextmanager
 def single_process_group() -> Iterator[None]:
-    """A torch.distributed process group of this process alone (gloo), which the sharded student needs."""
+    """Create a torch.distributed process group of this process alone (gloo), which the sharded student needs."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -143,26 +144,27 @@ def single_process_group() -> Iterator[None]:
 
 
 class RecordingGroup:
-    """Stands in for `WorkerGroup`: two workers without a model, which keep what they are given.
+    """Replaces `WorkerGroup`: two workers without a model, which record their calls.
 
     Args:
-        respond: what it raises ends the generation. By default it gives the request's seed and row, so that a
-            completion tells which step it was drawn for.
+        respond: its exceptions end the generation. By default it returns the request's seed and row, so that a
+            completion
+            identifies its step.
 
     Attributes:
         respond: as given.
-        version: of the weights that were published last; -1 before.
+        version: version of the last published weights; -1 before.
         events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
             number of sequences), with a critic ("values",) and ("update_critic",), and with a reward model
             ("reward_model", version, number of texts), in order.
-        trained: of every update, the samples that were accumulated for it, as requested or else by identity.
+        trained: samples of each update, in the order of their requests, or by id.
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
-        saved: of every checkpoint, the number of updates that it holds.
-        saves_behind: set it for checkpoints that are written behind the next steps, until `snapshot_written` says so.
-        num_forwards: how often old log-probabilities were computed.
+        saved: number of updates before each checkpoint.
+        saves_in_background: set to True for checkpoints that are written in the background.
+        num_forwards: number of computations of old log-probabilities.
 
-    The critic expects a return of 1/4 everywhere; the reward model scores a text by its tokens, 1 each.
-    Tokens have the probability 1/4 where they are drawn and 1/2 where the student computes it: a ratio of 2 each.
+    The critic's values are 1/4; the reward model scores a text by its number of tokens. Tokens have the probability 1/4
+    under the rollout policy and 1/2 under the student: a ratio of 2 each.
     """
 
     size, attention_cost = 2, 1e-3
@@ -175,12 +177,12 @@ class RecordingGroup:
         self.updates: list[list[list[MiniBatch]]] = []
         self.critic_updates: list[list[list[MiniBatch]]] = []
         self.saved: list[int] = []
-        self.saves_behind = False
+        self.saves_in_background = False
         self.num_forwards = 0
         self.respond = respond or (lambda request, version: np.array([request.seed, request.id.row], np.int32))
         self.version = -1
         self._order: dict[SampleId, int] = {}
-        """Of all requests."""
+        """Position of each request among all requests."""
         self._is_generating = False
         self._waiting: list[Sample] = []
 
@@ -197,7 +199,7 @@ class RecordingGroup:
         return {"publish": 0.0, "offload": 0.0}
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
-        """Yield the samples one by one, the last request's first. One generation at a time."""
+        """Yield the samples one by one, the last request's first. Only one generation may run at a time."""
         assert not self._is_generating, "two generations at a time"
         self.events.append(("generate", self.version, len(requests)))
         self._is_generating = True
@@ -205,7 +207,7 @@ class RecordingGroup:
         self._order |= {request.id: len(self._order) + place for place, request in enumerate(requests)}
         for request in reversed(requests):
             new_ids = self.respond(request, self.version)
-            sample = generated(request, new_ids, version=self.version, status="stop", logprobs=None)
+            sample = generated_sample(request, new_ids, version=self.version, status="stop", logprobs=None)
             yield [dataclasses.replace(sample, logprobs=self._logprobs(sample)) if sampling.logprobs else sample]
         self._is_generating = False
 
@@ -276,9 +278,9 @@ class RecordingGroup:
 
 
 class LocalGroup(RecordingGroup):
-    """A `RecordingGroup` of one worker with a real student and, where the configuration needs them, other real models.
+    """A `RecordingGroup` of one worker with a real student and, if configured, other real models.
 
-    Each is trained for `num_updates` optimizer steps and not saved.
+    Each model is trained for `num_updates` optimizer steps and not saved.
     """
 
     size = 1
@@ -346,15 +348,15 @@ class LocalGroup(RecordingGroup):
 
 
 class LocalTeacher:
-    """Stands in for `TeacherClient`: `score` gives a reading's scores, and what it raises is its error.
+    """Replaces `TeacherClient`: `score` returns the scores of a reading, or raises its error.
 
-    An answer takes a random part of `delay` seconds, so that the order changes; None: it waits for `answer`.
+    A reply takes a random time up to `delay` seconds, so that the order varies; None: it waits for `answer`.
     """
 
     def __init__(self, score: Callable[[Reading], TopK], delay: float | None = 0.0):
         self._score, self._delay, self._random = score, delay, random.Random(0)
         self.waiting: dict[str, tuple[Reading, Future[TopK]]] = {}
-        """By the name of the reading, in the order of their coming."""
+        """Pending readings by name, in the order of submission."""
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         futures: list[Future[TopK]] = [Future() for _ in readings]
@@ -369,7 +371,7 @@ class LocalTeacher:
         return futures
 
     def answer(self, *names: str) -> None:
-        """Answer the readings of these names, or all that are waiting."""
+        """Answer the readings of these names, or all pending ones."""
         for name in names or list(self.waiting):
             self._answer(*self.waiting.pop(name))
 
@@ -392,14 +394,14 @@ class LocalTeacher:
 
 
 class NumberTokenizer:
-    """Stands in for a tokenizer where ids need not be of a vocabulary: [7, 2] is the text "7 2"."""
+    """Replaces a tokenizer for arbitrary ids: [7, 2] is the text "7 2"."""
 
     def decode(self, ids: np.ndarray, skip_special_tokens: bool = False) -> str:
         return " ".join(map(str, ids))
 
 
 class MetricRows:
-    """Stands in for the trackers: keeps what a trainer reports in `rows`, one dictionary a step."""
+    """Replaces the trackers: keeps a trainer's metrics in `rows`, one dictionary per step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -408,7 +410,7 @@ class MetricRows:
 
     @property
     def by_step(self) -> dict[int, dict[str, float]]:
-        """The newest row of every step."""
+        """Return the newest row of every step."""
         return {int(row["training/global_step"]): row for row in self.rows}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -418,7 +420,7 @@ class MetricRows:
         self.generations += samples
 
     def log_lengths(self, lengths: Any, step: int) -> None:
-        """Nothing: tests have the rollouts themselves."""
+        """Do nothing, since tests have the rollouts themselves."""
 
     def log_tokens(self, answers: Any, step: int) -> None:
         self.tokens += [{"step": step, **answer} for answer in answers]

@@ -1,8 +1,8 @@
 """On-policy distillation: read this first.
 
-The loop is `PPOTrainer.fit`. This class replaces the learning signal: instead of rewards and advantages, the
-teacher's most likely tokens at every position of every response, and a divergence between the two distributions that
-the student minimises.
+The loop is `PPOTrainer.fit`. This class replaces the learning signal: instead of rewards and advantages, it uses the
+teacher's most likely tokens at every position of every response, and the student minimises a divergence between the
+two distributions.
 
     rollout engine ──finished samples────> TeacherClient ──> teacher service
           ^                                      │ top-k log-probabilities
@@ -37,11 +37,11 @@ class GKDTrainer(PPOTrainer):
     """Generalised knowledge distillation (arXiv 2306.13649), on-policy up to the staleness of `trainer.scheduler`.
 
     Args:
-        teacher: a client that has shaken hands; the caller closes it.
-        check_teacher: raises if the teacher is known to have ended; called while waiting for it.
-        shares_gpu: the teacher computes on a GPU of the student's. Batches ahead of their update are then sent when the
-            next generation begins: generation leaves part of the GPU idle, an update does not. With several workers an
-            update waits for all scores.
+        teacher: a client after its handshake; the caller closes it.
+        check_teacher: raises if the teacher has ended; called while waiting for it.
+        shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
+            begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
+            waits for all scores.
         others: see `PPOTrainer`.
     """
 
@@ -52,12 +52,12 @@ class GKDTrainer(PPOTrainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.check_teacher = TeacherScorer(teacher), check_teacher
         self._pending: defaultdict[int, Scores] = defaultdict(dict)
-        """By the step of the rollout: several may be under way at a time."""
+        """Scores by the step of the rollout; several rollouts may be pending."""
         self._kept: list[tuple[int, list[Pair]]] = []
-        """Steps and finished samples that are sent when the next generation begins."""
+        """Steps and finished samples to send when the next generation begins."""
         self._weighting = Weighting(self.config)
         self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not self._weighting.needs_scores
-        """Whether an update may begin while the teacher still scores, see `_train_as_scored`."""
+        """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
         if not self.config.actor_rollout_ref.teacher.is_stored:
             self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
@@ -68,10 +68,10 @@ class GKDTrainer(PPOTrainer):
             self.generation.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
-        """Collect the teacher's scores of the rollout, its rewards if asked for, and take the step on all of it.
+        """Collect the teacher's scores of the rollout, and rewards if configured, and train on the rollout.
 
-        Raises TeacherError: a sample could not be scored; no weight has changed unless an earlier optimizer step of
-        the rollout was taken.
+        Raises TeacherError: a sample could not be scored; no weight has changed unless an earlier optimizer step of the
+        rollout was taken.
         """
         if rollout.step <= self.config.trainer.warmup_steps_sft:
             return super()._update_actor(rollout)
@@ -98,9 +98,9 @@ class GKDTrainer(PPOTrainer):
     def _train_as_scored(self, samples: list[Sample], scores: Scores) -> dict[str, float]:
         """Train on each mini-batch as soon as its samples are scored, while the teacher scores the rest.
 
-        Where an update crosses GPUs on which the teacher computes, it waits for all scores: each GPU takes turns by
-        itself, and all would wait in every collective for the last one's. So it does where weights of tokens depend on
-        the scores: their sum has to be known before the first backward pass.
+        If an update spans several GPUs that the teacher also uses, it waits for all scores: otherwise every collective
+        would wait for the GPU on which the teacher runs at that moment.
+        It also waits if token weights depend on the scores: their sum must be known before the first backward pass.
         """
         whole, weighting = samples, self._weighting
         samples = [weighting.before_scoring(sample) for sample in samples]
@@ -133,8 +133,8 @@ class GKDTrainer(PPOTrainer):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Take an optimizer step in parts; return the mini-batch with its scores, and metrics.
 
-        The loss is a sum over tokens, so its gradient is the same in parts. Each part but the last fills a micro-batch
-        on every worker: smaller ones would cost more time than they overlap.
+        The loss is a sum over tokens, so its gradient does not depend on the parts. Each part but the last fills a
+        micro-batch on every worker, since smaller ones would cost more time than they overlap.
         """
         batches, position = self.batches, {sample.id: place for place, sample in enumerate(mini_batch)}
         num_tokens = sum(sample.num_trained for sample in mini_batch)
@@ -142,8 +142,8 @@ class GKDTrainer(PPOTrainer):
         waiting, scored = list[Sample](), dict[SampleId, Sample]()
 
         def missing() -> int:
-            """Return how many samples still fit into a micro-batch on every worker, about."""
-            return max(0, int((batches.room - sum(map(batches.measure, waiting))) / mean_size))
+            """Return about how many more samples fit into a micro-batch on every worker."""
+            return max(0, int((batches.capacity - sum(map(batches.measure, waiting))) / mean_size))
 
         while True:
             with self.clock.span("wait_prev_teacher"):
@@ -156,12 +156,12 @@ class GKDTrainer(PPOTrainer):
                     metrics = self.train_mini_batch(waiting, num_tokens, last=last)
                     return [scored[sample.id] for sample in mini_batch], metrics
                 if not missing():
-                    count = batches.whole(waiting)
+                    count = batches.count_full(waiting)
                     self.group.accumulate(batches.parts(waiting[:count], num_tokens))
                     waiting = waiting[count:]
 
     def _train_on_log_ratio(self, rollout: Rollout, scores: Scores, factor: float) -> dict[str, float]:
-        """Train on advantages from the teacher's log-ratio of each trained token, and from rewards if asked for."""
+        """Train on advantages from the teacher's log-ratio of each trained token, and from rewards if configured."""
         with self.clock.span("update_actor"):
             answers = self.with_old_logprobs([*rollout.samples, *rollout.greedy])  # while the teacher scores
         with self.clock.span("wait_prev_teacher"):
@@ -181,7 +181,7 @@ class GKDTrainer(PPOTrainer):
             return self.train(samples) | metrics | more | weights
 
     def _policy_signal(self, rollout: Rollout) -> tuple[list[Sample], dict[str, float]]:
-        """Advantages, old log-probabilities and importance weights, as configured; while the teacher scores."""
+        """Compute advantages, old log-probabilities and importance weights, as configured, while the teacher scores."""
         loss = self.config.distillation
         samples, metrics = [*rollout.samples], dict[str, float]()
         if loss.use_task_rewards:
@@ -193,7 +193,7 @@ class GKDTrainer(PPOTrainer):
         return samples, metrics | weights
 
     def _submit(self, step: int, pairs: list[Pair]) -> None:
-        """Send samples of a step's rollout to the teacher without waiting for it, unless it is a warm-up by SFT."""
+        """Send samples of a rollout to the teacher without waiting, unless its step is an SFT warm-up."""
         if step <= self.config.trainer.warmup_steps_sft:
             return
         pairs = [(task, self._weighting.before_scoring(sample)) for task, sample in pairs]
@@ -201,24 +201,24 @@ class GKDTrainer(PPOTrainer):
             self._pending[step] |= self.teacher.start(pairs)
 
     def _submit_kept(self) -> None:
-        """Send the samples that were kept back."""
+        """Send the samples that were held back."""
         kept, self._kept = self._kept, []
         for step, pairs in kept:
             self._submit(step, pairs)
 
     def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, TopK]:
-        """See `TeacherScorer.take_scores`; the inactivity timeout is that of a request."""
+        """Call `TeacherScorer.take_scores` with the timeout of a request as inactivity timeout."""
         key = "actor_rollout_ref.teacher.request_timeout"
         timeout = Timeout(self.config.actor_rollout_ref.teacher.request_timeout, key)
         return self.teacher.take_scores(scores, enough, timeout=timeout, check=self.check_teacher)
 
     def _held_out_divergence(self, pairs: list[Pair]) -> dict[str, list[np.ndarray]]:
-        """Forward and reverse KL at every token of the answers of a validation; for people, the candidates of a few.
+        """Return forward and reverse KL at every token of a validation's completions, and log the candidates of a few.
 
-        As much at a time as a training batch has, so that no more scores are in memory than in training. Raises as
+        Completions are scored in parts of the size of a training batch, which limits the memory for scores. Raises as
         `_update_actor`.
         """
-        for scores in self._pending.values():  # of later steps; so that only these answers are not counted
+        for scores in self._pending.values():  # of later steps, whose requests are counted
             self._take_scores(dict(scores), len(scores))
         size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         found, scored = dict[SampleId, np.ndarray](), dict[SampleId, TopK]()
@@ -241,7 +241,8 @@ class GKDTrainer(PPOTrainer):
         }
 
     def _shown(self, pairs: list[Pair]) -> dict[SampleId, tuple[Sample, dict[str, Any]]]:
-        """Return the samples whose tokens are kept, with prompt and completion as text: one of each first task."""
+        """Return the samples whose tokens are logged, with prompt and completion as text: one per task, of the first
+        tasks."""
         count = self.config.trainer.log_val_generations
         chosen = {task.index for task in self.val_prompts[: min(ANSWERS, count)]}
         return {
@@ -253,19 +254,19 @@ class GKDTrainer(PPOTrainer):
         }  # fmt: skip
 
     def _text(self, ids: list[int]) -> str:
-        """Of tokens, special ones too."""
+        """Decode token ids, special tokens included."""
         text: str = self.tokenizer.decode(ids)
         return text
 
 
 def end_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return the teacher's log-probability of the ends of answers: low where it ends its own by another token."""
+    """Return the teacher's log-probability of the ends of completions; low if its own end-of-text token differs."""
     ends = [s.topk("teacher").sampled_logprobs[-1] for s in samples if s.status == "stop" and s.num_trained]
     return {"teacher/end_logprob": float(np.mean(ends, dtype=np.float64))} if ends else {}
 
 
 def with_teacher_weights(samples: list[Sample], factor: float) -> list[Sample]:
-    """Add a factor of the distillation term where it is not 1."""
+    """Add the factor of the distillation term to the samples, unless it is 1."""
     if factor == 1:
         return samples
     return [s.with_signals(teacher_weights=np.full(s.num_trained, factor, np.float32)) for s in samples]

@@ -1,8 +1,8 @@
-"""Records that cross a boundary: between processes, or between the stages of a step.
+"""Records passed between processes, or between the stages of a step.
 
-Everything that is learned from is a `Sample` with `signals`; what it answers is a `Task`. Arrays are numpy's, so that
-this module needs no torch and Ray copies nothing: int32 ids, float32 everything else.
-Shapes: T tokens of a sample, R of them are trained on (not necessarily contiguous), K candidates per trained token.
+Training data are `Sample`s with `signals`; a sample completes a `Task`. Arrays are numpy's, so that this module does
+not need torch and Ray copies nothing: int32 ids, float32 everything else.
+Shapes: T tokens of a sample, R trained tokens (not necessarily contiguous), K candidates per trained token.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row of the data, already tokenized."""
+    """One tokenized row of the data."""
 
     index: int
-    """Position in the data set, all of its files together, from 0 on."""
+    """Position in the data set over all of its files, from 0 on."""
     token_ids: np.ndarray
-    """[P], chat template applied."""
+    """int32 [P], with the chat template applied."""
     teacher_ids: np.ndarray | None = None
-    """The same behind the teacher's chat template, where it has one of its own; None: `token_ids`."""
+    """int32, the prompt in the teacher's chat template; None: `token_ids`."""
     response_ids: np.ndarray | None = None
-    """int32 [A], the given answer; None where the student always writes one."""
+    """int32 [A], the given completion; None if the student generates it."""
     loss_mask: np.ndarray | None = None
-    """bool [P + A], which tokens are trained on where the given answer is; None without one."""
+    """bool [P + A], trained tokens if the given completion is used; None without one."""
     text: str
-    """The user's message, for sample generations."""
+    """The user's message, for logs of sample completions."""
     messages: list[dict[str, Any]] | None = None
-    """The chat that `token_ids` are of, where there is a reward model, which may have a template of its own."""
+    """The chat of the prompt, kept for a reward model, which may have its own chat template; else None."""
     tools: list[dict[str, Any]] | None = None
-    """The functions that the chat template describes to the model; None where the row has none."""
+    """Tools that the chat template describes to the model; None if the row has none."""
     answer: str | None = None
-    """Ground truth for rule rewards; None where the data has none."""
+    """Ground truth for reward functions; None if the data has none."""
     data_source: str | None = None
-    """Name of the data set that the row is from (`data.reward_fn_key`); None where the data does not say."""
+    """Name of the row's data set (`data.reward_fn_key`); None if the data has none."""
     file: str = ""
-    """Short name of the file that the row is from: the data source in a validation's metrics where that is None."""
+    """Short name of the row's file, used as data source in validation metrics if that is None."""
     weight: float = 1.0
-    """The share of its file's rows that an epoch takes."""
+    """Fraction of the file's rows in an epoch."""
     extra_info: dict[str, Any] | None = None
-    """What else the row has for a reward function of the user's own; None where it has nothing or none asks."""
+    """Further columns for custom reward functions; None without them."""
 
     @property
     def row(self) -> int:
-        """As messages count: the first one is row 1."""
+        """Return the row number in messages, from 1 on."""
         return self.index + 1
 
 
 class SampleId(NamedTuple):
-    """Identity of a sample, unique in a run."""
+    """Unique identity of a sample in a run."""
 
     batch: int
-    """Generation batch that it was drawn for, from 1 on; negative in a validation: -1 - the step that it follows."""
+    """Generation batch, from 1 on; in a validation -1 - the preceding step."""
     row: int
-    """`Task.index` of its task."""
+    """`Task.index` of the task."""
     number: int
-    """Which of the samples of its task in this batch, from 0 on."""
+    """Number among the samples of the task in this batch, from 0 on."""
 
     @property
     def group(self) -> tuple[int, int]:
-        """Shared by all samples of one task in one batch."""
+        """Return the key shared by all samples of a task in a batch."""
         return self.batch, self.row
 
     def __str__(self) -> str:
@@ -75,17 +75,17 @@ class SampleId(NamedTuple):
 class TopK:
     """The most likely tokens at each trained token of a sample, under a teacher or another policy.
 
-    Row r is the distribution of the r-th trained token given everything before it.
+    Row r is the distribution of the r-th trained token given all tokens before it.
     """
 
     ids: np.ndarray
-    """[R, K], distinct within a row, most likely first."""
+    """int32 [R, K], distinct within a row, most likely first."""
     logprobs: np.ndarray
-    """[R, K], normalised over the whole vocabulary."""
+    """float32 [R, K], normalised over the whole vocabulary."""
     tail_logprobs: np.ndarray
-    """[R], log of the mass on all other ids together; -inf where there is none."""
+    """float32 [R], log of the mass outside the K candidates; -inf if there is none."""
     sampled_logprobs: np.ndarray
-    """[R], of the trained token itself."""
+    """float32 [R], log-probability of the trained token."""
 
     def only(self, kept: np.ndarray) -> TopK:
         """Return the rows of `kept`, bool [R]."""
@@ -93,28 +93,28 @@ class TopK:
 
 
 Arrays = list[np.ndarray]
-"""One array for each sample."""
+"""One array per sample."""
 Signal = np.ndarray | TopK
 """One value per trained token, float32 [R], or the candidates of a policy."""
 SIGNALS = {
     "teacher": "TopK of the teacher",
-    "rewards": "[R] what each token has earned; the score of the whole sample is at its last trained token",
-    "advantages": "[R] how much better each token was than expected",
+    "rewards": "[R] reward of each token; the score of the whole sample is at its last trained token",
+    "advantages": "[R] advantage of each token",
     "old_logprobs": "[R] log-probabilities under the weights before the rollout's first mini-batch",
     "reference": "[R] log-probabilities under the reference policy",
     "reference_topk": "TopK of the reference policy, with actor.kl_loss_type=full",
-    "values": "[R] the critic's expectation before each token, before the rollout's first mini-batch",
-    "returns": "[R] what the critic is to learn in the place of the values",
+    "values": "[R] the critic's values before each token, before the rollout's first mini-batch",
+    "returns": "[R] targets of the critic's values",
     "weights": "[R] factors of every term of the loss; 0: not trained on",
-    "weights/<term>": "[R] the same for one term, in the place of `weights`, where its samples are not all samples",
+    "weights/<term>": "[R] factors of one term in place of `weights`, if only some of the samples have its signal",
     "sampled_weights": "[R] further factors of terms of the sampled token: its part of the importance weight",
     "teacher_weights": "[R] further factors of the distillation term",
     "token_weights": "[R] weights of tokens in the distillation term, which is divided by their sum",
-    "sft": "[R] factor of the cross-entropy of each token of a given answer",
+    "sft": "[R] factor of the cross-entropy of each token of a given completion",
 }
-"""Names of the signals that terms, critic and metrics read. A sample that lacks one has weight 0 where it is read."""
+"""Names of the signals that loss terms, critic and metrics read; a sample without one has weight 0 there."""
 class TokenMean(float):
-    """A metric of an optimizer step: a mean over so many trained tokens, of all workers."""
+    """A metric of an optimizer step: the mean over trained tokens of all workers, with their number."""
 
     tokens: float
 
@@ -128,13 +128,14 @@ class TokenMean(float):
 
 
 STATUSES = ("stop", "length", "repetition", "paused", "given", "failed")
-"""stop: end-of-sequence token; length: the limit of tokens; repetition: ended as it went round in circles; paused:
+"""stop: end-of-sequence token; length: token limit reached; repetition: ended because of repetitions; paused:
 unfinished; given: not generated; failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trajectory for a task: what the student has read and written, and what is known of the tokens it learns from.
+    """One trajectory of a task: the tokens that the student read and generated, and the training signals of trained
+    tokens.
 
     Example: prompt 5 6, completion 7 8 9, of which a tool wrote the 8:
         tokens [5 6 7 8 9], loss_mask [0 0 1 0 1], R = 2
@@ -142,62 +143,63 @@ class Sample:
 
     id: SampleId
     tokens: np.ndarray
-    """int32 [T], prompt first; the end-of-sequence token included where the engine produced one."""
+    """int32 [T], prompt first; includes the end-of-sequence token if the engine generated one."""
     loss_mask: np.ndarray
-    """bool [T], True on the R tokens that are trained on; never the first token, which nothing predicts."""
+    """bool [T], True on the R trained tokens; never on the first token, which nothing predicts."""
     versions: np.ndarray
-    """int32 [R], optimizer steps behind the weights that wrote each trained token; -1: given."""
+    """int32 [R], weight version (number of optimizer steps) that generated each trained token; -1: given."""
     status: str
     """One of STATUSES."""
     logprobs: np.ndarray | None = None
-    """float32 [R], of the trained tokens under the policy that wrote them; None unless requested, or given."""
+    """float32 [R], log-probabilities of the trained tokens under the rollout policy; None unless requested, or if
+    given."""
     signals: abc.Mapping[str, Signal] = field(default_factory=dict)
-    """By a name of SIGNALS."""
+    """Signals by a name of SIGNALS."""
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Return T."""
         return len(self.tokens)
 
     @property
     def num_trained(self) -> int:
-        """R."""
+        """Return R."""
         return len(self.versions)
 
     @property
     def positions(self) -> np.ndarray:
-        """int64 [R], of the trained tokens in `tokens`."""
+        """Return the positions of the trained tokens in `tokens`, int64 [R]."""
         return np.flatnonzero(self.loss_mask)
 
     @property
     def trained_ids(self) -> np.ndarray:
-        """int32 [R], the trained tokens."""
+        """Return the ids of the trained tokens, int32 [R]."""
         return self.tokens[self.loss_mask]
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first trained one; T where none is trained on."""
+        """Return the number of tokens before the first trained one; T without trained tokens."""
         return int(self.loss_mask.argmax()) if self.num_trained else self.num_tokens
 
     @property
     def completion_ids(self) -> np.ndarray:
-        """int32 [T - prompt_length], everything behind the prompt, trained on or not."""
+        """Return all tokens after the prompt, trained or not, int32 [T - prompt_length]."""
         return self.tokens[self.prompt_length :]
 
     def array(self, name: str) -> np.ndarray:
-        """A signal [R] that the sample has."""
+        """Return a signal of the sample, float32 [R]."""
         found = self.signals[name]
         assert isinstance(found, np.ndarray)
         return found
 
     def topk(self, name: str) -> TopK:
-        """A signal of candidates that the sample has."""
+        """Return a signal of candidates of the sample."""
         found = self.signals[name]
         assert isinstance(found, TopK)
         return found
 
     def with_signals(self, **signals: Signal) -> Sample:
-        """Return a copy that also has these signals."""
+        """Return a copy with these signals added."""
         return replace(self, signals={**self.signals, **signals})
 
     def only(self, kept: np.ndarray) -> Sample:
@@ -223,21 +225,21 @@ def with_tasks(tasks: abc.Iterable[Task], samples: abc.Iterable[Sample]) -> list
     return [(by_row[sample.id.row], sample) for sample in samples]
 
 
-def drawn(samples: abc.Iterable[Sample]) -> list[Sample]:
-    """Return the samples that the student has written."""
+def without_given(samples: abc.Iterable[Sample]) -> list[Sample]:
+    """Return the samples that the student generated."""
     return [sample for sample in samples if sample.status != "given"]
 
 
-def replaced(samples: abc.Iterable[Sample], changed: abc.Iterable[Sample]) -> list[Sample]:
-    """Return the samples with what has changed in the place of those of the same identity."""
+def replace_by_id(samples: abc.Iterable[Sample], changed: abc.Iterable[Sample]) -> list[Sample]:
+    """Return the samples, with those in `changed` in place of the ones with the same id."""
     by_id = {sample.id: sample for sample in changed}
     return [by_id.get(sample.id, sample) for sample in samples]
 
 
-def generated(
+def generated_sample(
     request: GenerationRequest, new_ids: np.ndarray, *, version: int, status: str, logprobs: np.ndarray | None = None
 ) -> Sample:
-    """Return the sample of a request whose completion is `new_ids` int32 [R], written by one weight version."""
+    """Return the sample of a request whose completion is `new_ids`, int32 [R], generated by one weight version."""
     tokens = np.concatenate([request.prompt_ids, new_ids]).astype(np.int32, copy=False)
     return Sample(
         id=request.id, tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(request.prompt_ids),
@@ -245,8 +247,8 @@ def generated(
     )
 
 
-def given(task: Task, batch: int, coefficient: float) -> Sample:
-    """Return the sample of a task's given answer; `coefficient`: of its cross-entropy, 0: it has none."""
+def given_sample(task: Task, batch: int, coefficient: float) -> Sample:
+    """Return the sample of a task's given completion; `coefficient`: factor of its cross-entropy, 0 for none."""
     assert task.response_ids is not None
     assert task.loss_mask is not None
     num_trained = int(task.loss_mask.sum())
@@ -259,56 +261,56 @@ def given(task: Task, batch: int, coefficient: float) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a scorer reads for a sample: its own view of prompt and completion, and where the trained tokens are."""
+    """Input of a scorer for a sample: its view of prompt and completion, and the positions of trained tokens."""
 
     token_ids: np.ndarray
     """int32 [L]."""
     positions: np.ndarray
-    """int64 [R], ascending and at least 1: the tokens whose predictions are asked for."""
+    """int64 [R], ascending and at least 1: the tokens whose predictions are scored."""
     name: str = ""
-    """For messages, such as "row 12, sample 3"."""
+    """Name in messages, such as "row 12, sample 3"."""
     keep: bool = False
-    """Whether its scores are worth keeping, because it is read again: a given answer."""
+    """True if the scores should be cached because it is read again, as given completions are."""
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Return L."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of a response by the rollout engine."""
+    """Sampling parameters of a completion."""
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1 keeps the whole vocabulary."""
+    """Number of most likely tokens to sample from; -1: the whole vocabulary."""
     repetitions: int | None = None
-    """A pattern of up to 32 tokens that comes so often in a row ends a response; None: it does not."""
+    """Number of repetitions of a pattern of up to 32 tokens that ends a completion; None: unlimited."""
     logprobs: bool = False
-    """Return the log-probability of every sampled token (costs generation speed)."""
+    """Return the log-probability of every sampled token, which slows down generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One completion to draw."""
+    """A completion to generate."""
 
     id: SampleId
     prompt_ids: np.ndarray
     """int32 [P]."""
     seed: int
-    """Seed of this request alone, so that a response depends neither on its neighbours nor on the rank."""
+    """Seed of this request, which makes a completion independent of the batch and the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardText:
-    """A prompt with a response, as the reward model reads them."""
+    """A prompt with a response, as tokens of the reward model."""
 
     index: int
-    """Of the score among those that are asked for together."""
+    """Index of the score in the batch."""
     token_ids: np.ndarray
 
 
@@ -317,26 +319,29 @@ class Rollout:
     """All samples of one training batch."""
 
     step: int
-    """The training step (1-based) that this rollout feeds."""
+    """Training step (1-based) of this rollout."""
     epoch: int
     tasks: tuple[Task, ...]
     samples: tuple[Sample, ...]
-    """Those of a task together, in the order of the tasks."""
+    """Samples grouped by task, in the order of the tasks."""
     greedy: tuple[Sample, ...] = ()
-    """The greedy completion of each task, in their order, where advantages are relative to it; else none."""
+    """Greedy completion of each task, in their order, if advantages are relative to it; else empty."""
     extra_batches: int = 0
-    """Generation batches that this rollout and those of the steps before took beyond one each."""
+    """Generation batches beyond one per rollout, of this and all earlier rollouts."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of how it was generated, where groups are left out."""
+    """Metrics of the generation, with group filtering."""
 
 
 Plan = list[tuple[tuple[Sample, ...], ...]]
-"""For each worker its micro-batches, of which all get equally many."""
+"""For each worker its micro-batches, the same number for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """A worker's share of an optimizer step. All get equally many micro-batches, some empty: each runs collectives."""
+    """A worker's part of an optimizer step.
+
+    All workers have the same number of micro-batches, some of them empty, since each one runs collectives.
+    """
 
     micro_batches: tuple[tuple[Sample, ...], ...]
     num_tokens: int
@@ -345,55 +350,55 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One sample answer of the student, for people to read."""
+    """A sample completion of the student, for logging."""
 
     prompt: str
     response: str
     answer: str | None = None
     reward: float | None = None
     data_source: str | None = None
-    """The one of the row, or else its file."""
+    """Data source of the row, or else its file."""
     sample: int = 0
-    """Which of the answers to the prompt, from 0 on."""
+    """Number among the completions of the prompt, from 0 on."""
 
 
 GENERATION_COLUMNS = ("step", *(field.name for field in fields(Generation)))
-"""Of a table of sample answers, in generations.jsonl and in trackers."""
+"""Columns of a table of sample completions, in generations.jsonl and in trackers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Facts about a run that its trackers start with."""
+    """Facts about a run for its trackers."""
 
     project_name: str
     experiment_name: str
     run_dir: Path
     config: abc.Mapping[str, Any]
-    """Resolved, nested dictionaries."""
+    """Resolved configuration, nested dictionaries."""
     total_steps: int
     start_step: int
-    """Steps already done; 0 for a new run, the checkpoint's step for a resumed one."""
+    """Completed steps; 0 for a new run, the checkpoint's step for a resumed one."""
     resume: bool
-    """Continue the files of the run in `run_dir`, without the rows after `start_step`."""
+    """Append to the files in `run_dir`, after removing rows after `start_step`."""
     device: str = "auto"
-    """That the run trains on: cuda or cpu; auto: not known."""
+    """Device of the run: cuda or cpu; auto: unknown."""
 
 
 class MetricLog(Protocol):
-    """Takes the reports of a trainer."""
+    """Receives the metrics of a trainer."""
 
     def log(self, metrics: abc.Mapping[str, float], step: int) -> None:
-        """Everything of a step, once, steps ascending."""
+        """Log all metrics of a step; called once per step, in ascending order."""
 
     def log_generations(self, samples: abc.Sequence[Generation], step: int) -> None:
-        """Sample answers, before `log` of the same step."""
+        """Log sample completions; called before `log` of the same step."""
 
 
 class TrainerLog(MetricLog, Protocol):
-    """Takes all that a trainer reports."""
+    """Receives all reports of a trainer."""
 
     def log_lengths(self, lengths: abc.Sequence[int], step: int) -> None:
-        """Tokens of each response of a step's rollout, before `log` of the same step."""
+        """Log the tokens of each response of a step's rollout; called before `log` of the same step."""
 
     def log_tokens(self, answers: abc.Sequence[abc.Mapping[str, Any]], step: int) -> None:
-        """Held-out answers with what teacher and student would have said at each token, before `log`."""
+        """Log held-out completions with the teacher's and student's predictions at each token; called before `log`."""

@@ -187,7 +187,7 @@ def example(name: str) -> str:
 
 
 def arguments(command: str) -> list[str] | None:
-    """What a command gives to `python -m hybrid_gkd` or its doctor; None: it is another program."""
+    """Return the arguments of a command for `python -m hybrid_gkd` or its doctor; None for another program."""
     for program in ("bash run_gkd.sh", ".venv/bin/python -m hybrid_gkd.doctor"):
         if command == program or command.startswith(f"{program} "):
             return shlex.split(command.removeprefix(program))

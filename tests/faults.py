@@ -161,7 +161,7 @@ def connected(address: str, **options):
 def make_readings(
     rng: np.random.Generator, count: int, first: int = 0, length: int | None = None, num_scored: int | None = None
 ) -> list[Reading]:
-    """Of `length` tokens each, by default of 2 to 79, of which `num_scored` or any others are scored anywhere."""
+    """Return readings of `length` tokens, by default 2 to 79; `num_scored` or a random number of them are scored."""
     readings = []
     for index in range(first, first + count):
         tokens = length or rng.integers(2, 80)
@@ -206,7 +206,7 @@ class Load:
             raise self.error
 
     def stop(self) -> dict[str, int]:
-        """Wait for what is under way; nothing may be lost, wrong or delivered twice."""
+        """Wait for the requests in flight; nothing may be lost, wrong or delivered twice."""
         self._stopping.set()
         self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""What a run computes, frozen: 20 steps on fixed weights, responses and teacher scores, on the CPU.
+"""Frozen results of a run: 20 steps on fixed weights, responses and teacher scores, on the CPU.
 
     python tests/golden.py forward_kl            print what the code computes now
     python tests/golden.py --write [case ...]    replace what tests/golden.json has of all cases, or of some

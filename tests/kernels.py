@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 
 def interpreted(*arguments):
-    """What Python prints, as words, with these arguments and kernels that are interpreted.
+    """Return the output of Python, as words, for these arguments with interpreted kernels.
 
     In a process of its own: Triton decides when it is imported whether it interprets.
     """

@@ -27,7 +27,7 @@ def stop_process(pid):
 
 
 def _state(folder):
-    """Of a process or thread, as a letter; X if it is gone."""
+    """Return the state of a process or thread, as a letter; X if it has ended."""
     try:
         return (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

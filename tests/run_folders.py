@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.config.loading import load_config, to_dict
-from hybrid_gkd.launch.run import keep_config
+from hybrid_gkd.launch.run import write_config
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.trackers import Tracking
@@ -50,7 +50,7 @@ def make_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(type(error) if error else ()))
         stack.enter_context(run_log(config.run_dir))
-        keep_config(config)
+        write_config(config)
         is_ready = stack.enter_context(recorded_start(config.run_dir, about))
         stack.enter_context(failure_logged())
         logger.info("versions: python 3.11, torch 2.13")
@@ -109,7 +109,7 @@ def samples(step: int, words: int = 0) -> list[Generation]:
 
 
 def tokens(step: int, words: int = 0) -> list[dict[str, Any]]:
-    """Of the second sample."""
+    """Return the logged tokens of the second sample."""
     likely = [["1", 0.9, 0.5], ["</script>", 0.05, 0.25]]
     scored = [[text, 0.5 / (step + 1), likely, likely[::-1]] for text in ("1", " after", f" {step}", " <b>steps</b>")]
     return [{"prompt": "sort 1", "response": samples(step, words)[1].response, "num_tokens": 6, "tokens": scored}]

@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+from hybrid_gkd.compat.vllm import fast_scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import runner as short_runner
-from hybrid_gkd.compat.vllm import scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.workers.process_group import LOOPBACK
 
@@ -27,7 +27,7 @@ RUNNER_JOBS = (
     {"n": 2, "lengths": (5, 100), "logprobs": True, "temperature": 0.7, "top_p": 0.9},
     {"n": 2, "lengths": (40, 60), "logprobs": False, "temperature": 0.7},
 )
-"""What else the model runner's short path does, which there is on GPUs only."""
+"""Features of the model runner's fast path, which exists on GPUs only."""
 PROMPTS, STOP_TOKENS = 8, [7, 11]
 MANY, FEW = 60, 6
 """Blocks of the KV cache: with few of them sequences lose their place."""
@@ -109,7 +109,8 @@ def compare(folder, device, *, caching, blocks, more=None):
 @contextlib.contextmanager
 def vllms_own_methods(scheduler):
     """Within it the scheduler is vLLM's: log-probabilities of two engines differ by some thousandths on a GPU."""
-    names = [name for name in vars(short_scheduler.DecodeSteps) if name[0] != "_" and hasattr(scheduler.vllm, name)]
+    methods = vars(short_scheduler.FastDecodeScheduler)
+    names = [name for name in methods if name[0] != "_" and hasattr(scheduler.vllm, name)]
     assert {"add_request", "schedule", "update_from_output"} <= {*names}
     for name in names:
         setattr(scheduler, name, getattr(scheduler.vllm, name).__get__(scheduler))

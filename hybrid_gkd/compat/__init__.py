@@ -1,1 +1,1 @@
-"""Differences between versions of other libraries, and code that reaches into their private parts."""
+"""Differences between versions of other libraries, and uses of their private interfaces."""

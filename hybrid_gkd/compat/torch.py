@@ -1,4 +1,4 @@
-"""Private parts of torch: ending a backward pass of FSDP2 early, and copying many tensors in one kernel."""
+"""Private interfaces of torch: end a backward pass of FSDP2 early, and copy many tensors in one kernel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def abandon_backward(model: Any) -> None:
-    """Bring the root module of FSDP2 from within a backward pass back to where a forward pass can begin.
+    """Reset the root module of FSDP2 during a backward pass, so that a forward pass can begin.
 
-    Drops the gradients that are not reduced yet, and does what ends a backward pass: FSDPState's
-    `_root_post_backward_final_callback`. Tried with torch 2.11 and 2.13. Raises AttributeError if it is built
-    differently.
+    Drops the gradients that are not reduced yet, and runs the end of a backward pass, FSDPState's
+    `_root_post_backward_final_callback`. Tested with torch 2.11 and 2.13. Raises AttributeError if these attributes
+    differ.
     """
     model.set_reshard_after_backward(True)
     for module in model.modules():
@@ -24,14 +24,14 @@ def abandon_backward(model: Any) -> None:
             for group in [state._fsdp_param_group] if groups is None else groups:
                 for parameter in group.fsdp_params if group is not None else ():
                     parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):  # not before it was gathered for the first time
+                    if hasattr(parameter, "_unsharded_param"):  # exists after the first gather
                         parameter._unsharded_param.grad = None
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy every source to its target, which may be of another type, many of them in one kernel.
+    """Copy every source to its target, possibly of another dtype, many of them in one kernel.
 
-    `torch._foreach_copy_`, tried with torch 2.11 and 2.13; raises AttributeError without it.
+    Uses `torch._foreach_copy_`, tested with torch 2.11 and 2.13; raises AttributeError without it.
     """
     torch._foreach_copy_(targets, sources)

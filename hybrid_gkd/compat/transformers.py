@@ -1,7 +1,7 @@
-"""Private attributes of transformers' models and configurations, which say what nothing public does.
+"""Private attributes of transformers' models and configurations without a public equivalent.
 
-PreTrainedModel and PreTrainedConfig give every model a default of each. Tried with transformers 5.17 and 5.19; each
-function raises AttributeError without the attribute.
+PreTrainedModel and PreTrainedConfig define a default of each. Tested with transformers 5.17 and 5.19; each function
+raises AttributeError without the attribute.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 
 
 def block_classes(model: Any) -> set[str]:
-    """Names of the classes of the blocks that must stay on one device: `_no_split_modules`."""
+    """Return the class names of blocks that must stay on one device: `_no_split_modules`."""
     return set(model._no_split_modules or ())
 
 
 def mixes_in_attention_only(model: Any) -> bool:
-    """Whether tokens see each other in transformers' attention interface only.
+    """Return whether tokens are mixed only by transformers' attention interface.
 
-    `_supports_attention_backend` says that the attention goes through it, `_is_stateful` that another layer mixes too.
+    `_supports_attention_backend`: the attention uses the interface; `_is_stateful`: another layer mixes tokens too.
     """
     return bool(model._supports_attention_backend and not model._is_stateful)
 
 
 def unneeded_keys(model: Any) -> Collection[str]:
-    """Patterns of names that a checkpoint may have beyond the model: `_keys_to_ignore_on_load_unexpected`."""
+    """Return patterns of names that a checkpoint may have beyond the model: `_keys_to_ignore_on_load_unexpected`."""
     return model._keys_to_ignore_on_load_unexpected or ()
 
 
 def use_attention(config: Any, name: str) -> None:
-    """Have the model of this configuration use a registered attention from its next call on.
+    """Make the model of this configuration use a registered attention from its next call on.
 
-    `set_attn_implementation` of the model does it in public; here is only the configuration, and its
+    The public method is `set_attn_implementation` of the model; only the configuration is available here, and its
     `_attn_implementation`.
     """
     assert config._attn_implementation is not None, type(config)

@@ -1,7 +1,6 @@
-"""Private parts of wandb_workspaces: finding views by their name, and showing what saving one would send.
+"""Private interfaces of wandb_workspaces: find views by name, and serialize a workspace without saving it.
 
-Tried with wandb 0.31 and wandb_workspaces 0.4.13. Raises ImportError or AttributeError where they are built
-differently.
+Tested with wandb 0.31 and wandb_workspaces 0.4.13. Raises ImportError or AttributeError if the interfaces differ.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from typing import Any
 
 
 def app_url(api: Any) -> str:
-    """Address of the server's pages, of a `wandb.Api`: `get_app_url` in wandb_workspaces._graphql."""
+    """Return the URL of the server's pages for a `wandb.Api`: `get_app_url` in wandb_workspaces._graphql."""
     from wandb_workspaces._graphql import get_app_url
 
     return str(get_app_url(api)).rstrip("/")
 
 
 def find_view(api: Any, entity: str, project: str, kind: str, name: str) -> dict[str, str] | None:
-    """`id` and `name` of the project's view of this kind that is called `name`; None if there is none.
+    """Return `id` and `name` of the project's view of this kind and name; None if there is none.
 
-    wandb_workspaces finds workspaces ("project-view") and reports ("runs") by their address alone, so the server is
-    asked through `execute_graphql` in wandb_workspaces._graphql.
+    wandb_workspaces finds workspaces ("project-view") and reports ("runs") by address only, so this queries the server
+    with `execute_graphql` in wandb_workspaces._graphql.
     """
     from wandb_workspaces._graphql import execute_graphql
 
@@ -35,5 +34,5 @@ def find_view(api: Any, entity: str, project: str, kind: str, name: str) -> dict
 
 
 def workspace_json(workspace: Any) -> str:
-    """What saving a `wandb_workspaces.workspaces.Workspace` would send: its `_to_model`."""
+    """Return the request of saving a `wandb_workspaces.workspaces.Workspace`: its `_to_model`."""
     return str(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True))

@@ -1,25 +1,9 @@
-"""The configuration: its sections (schema.py), their rules (rules.py), and how it is read (loading.py).
+"""The configuration: its sections (schema.py), their rules (rules.py), and the loading of YAML files (loading.py).
 
-Here are the names of schema.py, models.py and learning.py. Needs no torch.
+Exports the names of schema.py, actor_rollout_ref.py and learning.py. Does not import torch.
 """
 
-from hybrid_gkd.config.learning import (
-    ADV_ESTIMATORS,
-    CUSTOM,
-    MODEL,
-    REWARD_FUNCTIONS,
-    REWARD_MODEL_PATH,
-    AlgorithmConfig,
-    CustomRewardFunction,
-    DistillationConfig,
-    FilterGroupsConfig,
-    KLCtrlConfig,
-    OverlongBufferConfig,
-    RewardConfig,
-    RewardModelConfig,
-    rejection_bounds,
-)
-from hybrid_gkd.config.models import (
+from hybrid_gkd.config.actor_rollout_ref import (
     TEACHER_PORT,
     ActorConfig,
     ActorRolloutRefConfig,
@@ -36,6 +20,22 @@ from hybrid_gkd.config.models import (
     TeacherConfig,
     TeacherModelConfig,
     ValKwargs,
+)
+from hybrid_gkd.config.learning import (
+    ADV_ESTIMATORS,
+    CUSTOM,
+    MODEL,
+    REWARD_FUNCTIONS,
+    REWARD_MODEL_PATH,
+    AlgorithmConfig,
+    CustomRewardFunction,
+    DistillationConfig,
+    FilterGroupsConfig,
+    KLCtrlConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelConfig,
+    rejection_bounds,
 )
 from hybrid_gkd.config.schema import (
     BATCHES_AHEAD,

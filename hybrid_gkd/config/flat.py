@@ -1,4 +1,4 @@
-"""Configurations by dotted key, to compare them. Values are those of JSON."""
+"""Flat configurations: dotted key -> JSON value, for comparisons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries by dotted key; a number that JSON has not, as text."""
+    """Flatten nested dictionaries to dotted keys; a number that JSON cannot represent becomes text."""
     if isinstance(tree, float) and not math.isfinite(tree):
         return {prefix: str(tree)}
     if not isinstance(tree, dict) or not tree:
@@ -19,6 +19,6 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """Keys of flat configurations with two values, each as `[before, after]`; null where there is no such key."""
+    """Return the keys whose values differ, each with `[before, after]`; null if the key is missing."""
     keys = [*after, *(key for key in before if key not in after)]
     return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}

@@ -1,4 +1,4 @@
-"""The sections distillation, algorithm and reward: what is learned from. See schema.py."""
+"""The sections distillation, algorithm, reward and reward_model: the learning signal. See schema.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DistillationConfig:
 
     @property
     def weighting(self) -> TokenWeights | None:
-        """The row of token_weights with its arguments; None where all tokens count the same."""
+        """Return the row of token_weights with its arguments; None if all tokens have the same weight."""
         return token_weights(self.token_weights, self.token_weights_kwargs) if self.enabled else None
 
 
@@ -72,21 +72,21 @@ ADV_ESTIMATORS = {
     "gae": "critic", "grpo": "group", "rloo": "group", "reinforce_plus_plus": "",
     "reinforce_plus_plus_baseline": "group", "remax": "greedy answer", "opo": "group",
 }
-"""algorithm.adv_estimator -> what a response is compared with: a critic's values, the other responses to its prompt, or
-the greedy answer to it. The functions are in hybrid_gkd/ppo/advantages.py."""
+"""algorithm.adv_estimator -> the baseline of a response: a critic's values, the other responses to its prompt (group),
+or the greedy response. The functions are in hybrid_gkd/ppo/advantages.py."""
 
 
 REJECTION_RULES = (
     *(f"token_k{k}" for k in (1, 2, 3)), *(f"seq_sum_k{k}" for k in (1, 2, 3)), *(f"seq_mean_k{k}" for k in (1, 2, 3)),
     "seq_max_k2", "seq_max_k3",
 )
-"""Of algorithm.rollout_rs: k1, k2 or k3 of a token, or their sum, mean or maximum over its response."""
+"""Rules of algorithm.rollout_rs: k1, k2 or k3 of a token, or their sum, mean or maximum over its response."""
 
 
 def rejection_bounds(names: str, limits: Any) -> dict[str, tuple[float, float]]:
-    """rollout_rs and rollout_rs_threshold -> by rule the smallest and the largest value that is kept, nats.
+    """Parse rollout_rs and rollout_rs_threshold: rule -> smallest and largest value that is kept, nats.
 
-    Raises ValueError that says what is wrong.
+    Raises ValueError with the broken rule.
     """
     chosen, given = [name.strip() for name in names.split(",")], [each.strip() for each in str(limits).split(",")]
     unknown = [name for name in chosen if name not in REJECTION_RULES]
@@ -115,115 +115,118 @@ def rejection_bounds(names: str, limits: Any) -> dict[str, tuple[float, float]]:
 
 @dataclass
 class KLCtrlConfig:
-    """The coefficient of the KL in the rewards."""
+    """The coefficient of the KL penalty in the rewards."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: kl_coef stays; adaptive: after every step it is multiplied by 1 + e responses / horizon, where
-    e = KL / target_kl - 1, between -0.2 and 0.2 (arXiv 1909.08593). A resumed run goes on with it."""
+    """fixed: always kl_coef; adaptive: multiplied after every step by 1 + e responses / horizon, where
+    e = KL / target_kl - 1, clipped to -0.2 and 0.2 (arXiv 1909.08593). A resumed run continues with its value."""
     kl_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
-    """The coefficient, with adaptive the first one."""
+    """The coefficient; with adaptive, the initial one."""
     horizon: int = field(default=10000, metadata=rules.POSITIVE)
-    """Responses over which adaptive changes the coefficient by e; larger is slower."""
+    """Responses over which adaptive changes the coefficient by a factor of about 1 + e; a larger one is slower."""
     target_kl: float = field(default=0.1, metadata=rules.POSITIVE)
-    """The KL that adaptive aims at, nats per token."""
+    """Target of adaptive, nats per token."""
 
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): no groups without a signal, see docs/losses.md."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replace uninformative groups, see docs/losses.md."""
 
     enable: bool = False
     """Leave out prompts whose responses all have the same metric, and refill the batch with further prompts."""
     metric: str = field(default="seq_reward", metadata=rules.names("acc", "score", "seq_reward"))
-    """Of a response: seq_reward is its reward, which advantages come from; score is that without the penalty on long
-    responses; acc is the number of that name that a reward function of your own returns, else the score."""
+    """Metric of a response: seq_reward is its reward, from which advantages are computed; score is the reward without
+    the overlong penalty; acc is the number of that name returned by a custom reward function, else the score."""
     max_num_gen_batches: int = field(default=10, metadata=rules.POSITIVE)
-    """Generation batches that a training step may take; the run ends if they have too few groups with a signal."""
+    """Maximum number of generation batches per training step; the run ends with an error if they have too few
+    informative groups."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages of PPO, and importance weights."""
+    """Advantages and importance weights."""
 
     adv_estimator: str = field(default="grpo", metadata=rules.names(*ADV_ESTIMATORS, or_own=True))
-    """From rewards to advantages, see docs/losses.md: gae (relative to the values of a critic), grpo, rloo, opo,
-    reinforce_plus_plus_baseline (to the other responses to the prompt), reinforce_plus_plus (to the batch), remax (to
-    the greedy answer), or module:name or file.py:name of a function like grpo of hybrid_gkd/ppo/advantages.py."""
+    """Advantage estimator, see docs/losses.md: gae (relative to a critic's values), grpo, rloo, opo,
+    reinforce_plus_plus_baseline (relative to the other responses to the prompt), reinforce_plus_plus (relative to the
+    batch), remax (relative to the greedy response), or module:name or file.py:name of a function like grpo of
+    hybrid_gkd/ppo/advantages.py."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo divides by the group's standard deviation; false as in Dr. GRPO."""
+    """Divide by the standard deviation of the group in grpo; false as in Dr. GRPO."""
     gamma: float = field(default=1.0, metadata=rules.SHARE)
-    """Discount of later rewards, per token (reinforce_plus_plus, gae, estimators of your own)."""
+    """Discount factor of later rewards, per token (reinforce_plus_plus, gae, custom estimators)."""
     lam: float = field(default=1.0, metadata=rules.SHARE)
-    """Decay of later temporal differences, per token (gae, estimators of your own)."""
+    """Decay of later temporal differences, per token (gae, custom estimators)."""
     use_kl_in_reward: bool = False
-    """Take the KL from the student to the reference policy (actor_rollout_ref.ref) off the rewards, token by token,
-    before advantages are made of them. Costs two forward passes, one of the reference."""
+    """Subtract the KL from the student to the reference policy (actor_rollout_ref.ref) from the rewards of each token
+    before advantages are computed. Costs two forward passes, one of the reference."""
     kl_penalty: str = field(default="k1", metadata=rules.names("k1", "abs", "k2", "k3"))
-    """Its estimate from the sampled token's log-ratio l: k1 is l (verl: kl), abs is |l|, k2 is l^2 / 2 (verl: mse), k3
-    is exp(-l) - 1 + l (verl: low_var_kl). Only k1 has the gradient of the KL as a reward."""
+    """Estimator of that KL from the sampled token's log-ratio l: k1 is l (verl: kl), abs is |l|, k2 is l^2 / 2 (verl:
+    mse), k3 is exp(-l) - 1 + l (verl: low_var_kl). Only k1 has the gradient of the KL when used as a reward.
+    """
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     rollout_is_threshold: float | None = None
-    """Importance weights for the difference between the student and what drew its responses, older weights or the
-    engine's arithmetic: every token's loss times min(weight, threshold), threshold >= 1; null: none. Costs a forward
-    pass."""
+    """Truncation of importance weights that correct for the difference between the student and the rollout policy
+    (older weights, the engine's arithmetic): every token's loss is multiplied by min(weight, threshold), threshold >=
+    1; null disables them. Costs a forward pass."""
     rollout_is: Literal["prefix", "token", "sequence"] = "prefix"
-    """The weight of a token: pi_current / pi_rollout of the response up to it, of the token alone, or of the whole
-    response. prefix leaves the token's own ratio out where the loss is of the whole distribution at its position, as a
-    divergence is; token is for losses of the sampled token."""
+    """Weight of a token: pi_current / pi_rollout of the response up to it (prefix), of the token alone (token), or of
+    the whole response (sequence). prefix excludes the token's own ratio for losses over the whole distribution, such as
+    divergences; token is for losses of the sampled token."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Leave out of the loss what differs too much, by rules such as token_k1 or seq_mean_k3, several separated by
-    commas, see docs/losses.md. Costs the same forward pass."""
+    """Exclude tokens or responses that differ too much from the loss, by rules such as token_k1 or seq_mean_k3,
+    separated by commas, see docs/losses.md. Costs the same forward pass."""
     rollout_rs_threshold: Any = None
-    """The limits of rollout_rs: one number for all of its rules, or one for each separated by commas. For k1 bounds of
-    the ratio, lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and k3 the largest value, nats."""
+    """Limits of rollout_rs: one number for all rules, or one per rule separated by commas. For k1 bounds of the ratio,
+    lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and k3 the largest value, nats."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     @property
     def adapts_kl_coef(self) -> bool:
-        """Whether the coefficient of the KL in the rewards is state."""
+        """Return whether the KL coefficient of the rewards changes and is saved in checkpoints."""
         return self.use_kl_in_reward and self.kl_ctrl.type == "adaptive"
 
     @property
     def compares_logprobs(self) -> bool:
-        """Whether responses need the log-probabilities that the engine and the student give them."""
+        """Return whether the log-probabilities of engine and student are compared."""
         return self.rollout_is_threshold is not None or self.rollout_rs is not None
 
 
 REWARD_FUNCTIONS = {
     "exact_match": True, "gsm8k": True, "math": True, "by_data_source": True, "format": False, "length": False,
 }  # fmt: skip
-"""The built-in rewards, and whether they need the right answer."""
+"""Built-in rewards -> whether they need the right answer."""
 CUSTOM, MODEL = "custom", "model"
-"""What reward.functions calls a function of the user's own, and the reward model."""
+"""Names in reward.functions of the custom function and of the reward model."""
 REWARD_MODEL_PATH = "reward_model.model.path"
-"""The key, for messages."""
+"""Configuration key, for messages."""
 
 
 @dataclass
 class CustomRewardFunction:
-    """A reward function of your own, see docs/rewards.md for what it is given."""
+    """A custom reward function; docs/rewards.md describes its arguments."""
 
     path: str | None = None
-    """Python file with the function."""
+    """Python file that defines the function."""
     name: str = "compute_score"
     """Name of the function."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments that the function is called with, by name."""
+    """Further keyword arguments of the function."""
 
 
 @dataclass
 class OverlongBufferConfig:
-    """Penalty on responses near max_response_length, eq. 13 of arXiv 2503.14476 (DAPO). Training only."""
+    """Penalty on responses near max_response_length, eq. 13 of arXiv 2503.14476 (DAPO); training only."""
 
     enable: bool = False
-    """Add it to the reward: 0 up to `len` tokens before data.max_response_length, from there down to -penalty_factor,
-    in proportion."""
+    """Add the penalty to the reward: 0 up to `len` tokens before data.max_response_length, then falling linearly to
+    -penalty_factor."""
     len: int = field(default=512, metadata=rules.POSITIVE)
-    """Tokens."""
+    """Length of the penalized range, tokens."""
     penalty_factor: float = field(default=1.0, metadata=rules.POSITIVE)
-    """The largest penalty, of a response of data.max_response_length tokens."""
+    """Penalty of a response of data.max_response_length tokens."""
 
 
 @dataclass
@@ -232,32 +235,32 @@ class RewardConfig:
 
     name: str = field(default="exact_match", metadata=rules.names(*REWARD_FUNCTIONS))
     """exact_match compares the stripped response, gsm8k the last number, math the last expression (with math-verify);
-    format looks for `reward.format`; length is minus the used share of max_response_length; by_data_source is gsm8k or
-    math, whichever the row's data set needs."""
+    format searches for `reward.format`; length is minus the used fraction of max_response_length; by_data_source
+    selects gsm8k or math by the row's data source."""
     functions: dict[str, float] = field(default_factory=dict)
-    """Several with weights in the place of name: {gsm8k: 1.0, format: 0.2}; your own is called custom, and the reward
-    model, which has to be among them if it is enabled, model."""
+    """Weighted sum of several rewards in place of name: {gsm8k: 1.0, format: 0.2}; the custom function is called
+    custom, and the reward model, which must be listed if it is enabled, model."""
     answer_key: str | None = None
     """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
     strict: bool = False
-    """gsm8k, math and by_data_source give an answer nothing that is not marked as the final one, as in verl: behind
-    ####, in \\boxed{}, and for math_dapo and aime* in a line `Answer: ...`."""
+    r"""Require a marked final answer in gsm8k, math and by_data_source, as in verl: after ####, in \\boxed{}, and for
+    math_dapo and aime* in a line `Answer: ...`."""
     format: str | None = None
-    """Regular expression that format looks for in the stripped response; a dot matches line ends too."""
+    """Regular expression that format searches in the stripped response; a dot also matches newlines."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     timeout: float = field(default=60.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
-    """Seconds that a function may take for one response, or a batch function for all; .inf: any. Its process is then
-    killed and replaced."""
+    """Seconds that a function may take for one response, or a batch function for all; .inf: no limit. Its process is
+    then killed and replaced."""
     score_on_error: float | None = None
-    """Reward of a response on which your function raises, does not return in time, or returns no number; null: the run
-    ends with an error that names the row."""
+    """Reward of a response for which the custom function raises, times out, or returns no number; null: the run ends
+    with an error that names the row."""
     num_workers: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Processes for functions that can hang (your own, math, format), beside the run's; null: one a CPU, 8 at most."""
+    """Processes for functions that can hang (custom, math, format); null: one per CPU, at most 8."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """The functions whose weighted sum is the reward."""
+        """Return the weights of the rewards by name."""
         return self.functions or {CUSTOM if self.custom_reward_function.path else self.name: 1.0}
 
 
@@ -267,22 +270,22 @@ class RewardModelFolder:
 
     path: str | None = None
     """Hugging Face folder or hub id of a classifier with one label (...ForSequenceClassification, or
-    ...ForTokenClassification, whose last token counts). Texts are encoded anew where its tokenizer or chat template is
-    not the student's."""
+    ...ForTokenClassification, whose last token counts). Texts are tokenized again if its tokenizer or chat template
+    differs from the student's."""
     trust_remote_code: bool = False
-    """Run model code that comes with the folder."""
+    """Run model code from the folder."""
 
 
 @dataclass
 class RewardModelConfig:
-    """A model that scores answers, on the GPUs of the workers that train; it is not trained. See docs/rewards.md."""
+    """A frozen model that scores responses, on the GPUs of the training workers. See docs/rewards.md."""
 
     enable: bool = False
-    """The reward is the model's score, in the place of reward.name; reward.functions adds functions to it."""
+    """Use the model's score as reward in place of reward.name; reward.functions adds functions to it."""
     model: RewardModelFolder = field(default_factory=RewardModelFolder)
     max_length: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Tokens of prompt and answer that it reads; what is longer loses its end, which is logged and counted
-    (reward/model_truncated/mean). null: as many as the model has positions."""
+    """Maximum number of tokens of prompt and response; longer texts are truncated at the end, which is logged and
+    counted (reward/model_truncated/mean). null: as many as the model has positions."""
     forward_max_token_len_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Tokens in one packed micro-batch, or a longer text alone; null takes
+    """Maximum number of tokens in one packed micro-batch; a longer text is a micro-batch of its own. null takes
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu."""

@@ -1,8 +1,8 @@
-"""From YAML files and `dotted.key=value` overrides to a checked configuration.
+"""Load a configuration from YAML files and `dotted.key=value` overrides, and check it.
 
 `load_config` merges the dataclass defaults with YAML and overrides (OmegaConf structured configs, so unknown keys and
 wrong types are errors), checks every field's rule and the rules between fields, and returns plain dataclasses.
- Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Needs no torch.
+ Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.readings import OF_VERL
-from hybrid_gkd.config.models import TeacherConfig
+from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import SpellingReader, is_single
@@ -37,21 +37,22 @@ Tree = dict[Any, Any]
 """Values of a YAML file or of one override, in nested dictionaries."""
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 VERL_RECIPE = CONFIG_DIR / "ppo_trainer.yaml"
-"""What commands of verl start from."""
+"""Recipe of commands in the style of verl."""
 RESOLVERS = {"demo": "hybrid_gkd.demo.use:demo_path", "by_device": "hybrid_gkd.demo.use:by_device"}
-"""Name -> what `${name:...}` in YAML calls, which is imported where a file has one."""
+"""Name -> function behind `${name:...}` in YAML, imported on first use."""
 
 
 def load_config(
     overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
 ) -> Config:
-    """Merge defaults, `<config_path>/<config_name>.yaml` (if a name is given) and dotted overrides; check.
+    """Merge defaults, `<config_path>/<config_name>.yaml` (if a name is given) and dotted overrides, and check the
+    result.
 
-    A file may begin with `defaults: [other]`: the files that it builds on, in its folder.
+    A file may begin with `defaults: [other]`: files in the same folder that it extends.
 
     Raises:
-        ConfigError: unknown key, wrong type, missing file, or a rule between fields is broken.
-        SeveralErrors: all of them, where there are several.
+        ConfigError: unknown key, wrong type, missing file, or a broken rule between fields.
+        SeveralErrors: several of these.
     """
     config, problems = examine_config(overrides, config_name=config_name, config_path=config_path)
     raise_all(problems)
@@ -62,13 +63,16 @@ def load_config(
 def examine_config(
     overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
 ) -> tuple[Config | None, list[ConfigError]]:
-    """The configuration and all that is wrong with it; what is wrong has its default. None if it cannot be resolved."""
+    """Return the configuration and all of its errors; fields with errors have their defaults.
+
+    The configuration is None if it cannot be resolved.
+    """
     merged, problems, recipes = pickle.loads(_defaults()), list[ConfigError](), list[tuple[Path, Tree]]()
     try:
         recipes = _read_recipe(Path(config_path), config_name) if config_name is not None else []
     except ConfigError as error:
         problems.append(error)
-    whole = not problems  # else what the file sets would seem to be missing
+    whole = not problems  # else keys of the unread file would be reported as missing
     of_verl = any(file.resolve() == VERL_RECIPE for file, _ in recipes)
     for _, recipe in recipes:
         _merge_source(merged, [("config", recipe)], problems, of_verl)
@@ -106,13 +110,13 @@ def _fill_missing(merged: DictConfig) -> list[ConfigError]:
 
 
 def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
-    """Of a value with a `${...}` that leads nowhere."""
+    """Return the error of a value whose `${...}` cannot be resolved."""
     key = _full_key(error)
     given = functools.reduce(
         lambda tree, name: tree.get(name) if isinstance(tree, dict) else None, key.split("."),
         OmegaConf.to_container(merged),
     )  # fmt: skip
-    rule = f"{_reason(error)}: ${{...}} stands for another key; for a variable of the shell leave out single quotes"
+    rule = f"{_reason(error)}: ${{...}} refers to another key; for a shell variable remove the single quotes"
     return ConfigError(key, rule, given)
 
 
@@ -122,28 +126,28 @@ def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:
 
 @functools.cache
 def _defaults() -> bytes:
-    """Every value's default, pickled: a copy is made in a quarter of the time that `deepcopy` takes."""
+    """Return all defaults, pickled: unpickling takes a quarter of the time of `deepcopy`."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to the same values."""
+    """Return the resolved configuration as YAML, which `load_config` reads back to the same values."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The resolved configuration as nested dictionaries of plain values."""
+    """Return the resolved configuration as nested dictionaries of plain values."""
     return dataclasses.asdict(config)
 
 
 def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[tuple[Path, Tree]]:
-    """A YAML file behind those of its `defaults` list, each with its path."""
+    """Read a YAML file and the files of its `defaults` list, each with its path, base files first."""
     file = _file(folder, name)
     if not file.is_file():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
-        raise ConfigError("--config-name", f"must name a YAML file in {folder} (there: {there})", name)
+        raise ConfigError("--config-name", f"must name a YAML file in {folder} (available: {there})", name)
     if name in above:
-        raise ConfigError("--config-name", f"the defaults lists go in a circle: {' -> '.join([*above, name])}", name)
+        raise ConfigError("--config-name", f"the defaults lists form a cycle: {' -> '.join([*above, name])}", name)
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(file))
         if isinstance(loaded, dict):
@@ -151,10 +155,10 @@ def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[t
     except Exception as error:  # yaml's own error types are not part of OmegaConf's interface
         raise ConfigError("--config-name", f"{file} is not valid YAML: {_reason(error)}", show_value=False) from None
     if not isinstance(loaded, dict):
-        raise ConfigError("--config-name", f"{file} must hold a mapping of sections", show_value=False)
+        raise ConfigError("--config-name", f"{file} must contain a mapping of sections", show_value=False)
     defaults = loaded.pop("defaults", [])
     if not isinstance(defaults, list) or not all(isinstance(base, str) for base in defaults):
-        raise ConfigError("--config-name", f"{file}: defaults must be a list of names of files", defaults)
+        raise ConfigError("--config-name", f"{file}: defaults must be a list of file names", defaults)
     parts = list[tuple[Path, Tree]]()
     for base in defaults if "_self_" in defaults else [*defaults, "_self_"]:
         where = folder if _file(folder, base).is_file() else CONFIG_DIR
@@ -169,7 +173,7 @@ def _file(folder: Path, name: str) -> Path:
 def _parse_override(override: str) -> Tree | ConfigError:
     key, equals, value = override.partition("=")
     if key.startswith("~"):
-        rule = "nothing is deleted: every key has a value. Give the one that you want, null where it may be left out"
+        rule = "keys cannot be deleted, since every key has a value; set it, to null if it is optional"
         return ConfigError(key, rule, show_value=False)
     own = key.lstrip("+")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", own):
@@ -196,9 +200,9 @@ def _is_utf8(text: str) -> bool:
 def _merge_source(
     base: DictConfig, parts: list[tuple[str, Tree | ConfigError]], problems: list[ConfigError], of_verl: bool
 ) -> None:
-    """Put what a command line or a file gives into `base`, with what verl spells otherwise in our spelling.
+    """Merge the values of a command line or a file into `base`, after translating verl's spellings.
 
-    `of_verl`: numbers that verl counts otherwise are as verl counts them.
+    `of_verl`: interpret numbers that verl counts differently as verl does.
     """
     split = [[] if isinstance(part, ConfigError) else list(_leaves(part)) for _, part in parts]
     given = [(".".join(map(str, path)), value) for leaves in split for path, value in leaves]
@@ -228,7 +232,7 @@ def _merge_source(
 
 
 def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str = "config") -> None:
-    """Put the values of `extra` into `base`, all that fit; `key` is what a message names where the error has no key."""
+    """Merge the valid values of `extra` into `base`; `key` is used in messages of errors that have no key."""
     leaves = list(_leaves(extra))
     own, value = ".".join(map(str, leaves[0][0])), leaves[0][1]
     plain = len(leaves) == 1 and isinstance(value, str | int | float) and value != MISSING
@@ -245,17 +249,17 @@ def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str 
         problem = ConfigError(unknown, f"there is no such key{hint}", show_value=False)
     except OmegaConfBaseException as error:
         problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
-    except TypeError as error:  # a part of a list, for example
+    except TypeError as error:  # for example an element of a list
         problem = ConfigError(key, str(error), show_value=False)
     if len(leaves) > 1:
         for path, value in leaves:
             _merge(base, _nested(path, value), problems, key)
-    elif str(problem) not in map(str, problems):  # a section that there is not has several leaves
+    elif str(problem) not in map(str, problems):  # an unknown section has several leaves
         problems.append(problem)
 
 
 def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Each value of nested dictionaries behind its keys."""
+    """Yield each value of nested dictionaries with its keys."""
     if isinstance(tree, dict) and tree:
         for name, value in tree.items():
             yield from _leaves(value, (*path, name))
@@ -272,17 +276,17 @@ def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:
 
 
 def _reason(error: Exception) -> str:
-    """In one line."""
+    """Return the reason of an error in one line."""
     if not isinstance(error, OmegaConfBaseException):
         return " ".join(str(error).split())
     reason = str(error.msg or error).splitlines()[0]
     if "is not a ListConfig" in reason:
-        return "must be a list: items in brackets, with commas between them"
+        return "must be a list: comma-separated items in brackets"
     return reason
 
 
 def _normalise(config: Config) -> list[ConfigError]:
-    """Expand home folders; make lists of files, numbers of null. Returns what is neither a file nor a list of them."""
+    """Expand home folders, make lists of files, and replace nulls by numbers. Returns the errors in lists of files."""
     problems = []
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
     ref = config.actor_rollout_ref.ref.model
@@ -290,7 +294,7 @@ def _normalise(config: Config) -> list[ConfigError]:
     others = ((teacher, "keys"), (config.critic.model, "path"), (ref, "path"), (config.reward_model.model, "path"))
     for section, name in (*paths, *others, (config.trainer, "resume_from_path")):
         value = getattr(section, name)
-        if isinstance(value, str):  # the shell leaves the ~ behind a = alone
+        if isinstance(value, str):  # the shell does not expand a ~ after =
             setattr(section, name, os.path.expanduser(value))
     if teacher.num_microbatches is None:
         teacher.num_microbatches = TeacherConfig.num_microbatches
@@ -299,7 +303,7 @@ def _normalise(config: Config) -> list[ConfigError]:
         try:
             config.data.train_weights = [float(weight) for weight in weights]
         except (TypeError, ValueError):
-            problems.append(ConfigError("data.train_files", "must give each file a number as its weight", weights))
+            problems.append(ConfigError("data.train_files", "must map each file to a number, its weight", weights))
     for name in ("train_files", "val_files"):
         value = getattr(config.data, name)
         files = [value] if isinstance(value, str) and value else (value or [])
@@ -311,10 +315,10 @@ def _normalise(config: Config) -> list[ConfigError]:
 
 
 def broken_rules(config: Config, wrong: set[str]) -> list[ConfigError]:
-    """Rules of fields and between fields that do not hold.
+    """Return the errors of rules of fields and between fields.
 
-    `wrong`: keys whose values were refused. They and values that break their own rule have their default here, and
-    what a rule between fields says about them is left out.
+    `wrong`: keys with values that were rejected before. They, and values that break their own rule, are replaced by
+    their defaults, and rules between fields that mention them are skipped.
     """
     problems, wrong = [], set(wrong)
     for key, holds, rule in field_rules(config):

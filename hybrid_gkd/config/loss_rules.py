@@ -1,4 +1,4 @@
-"""Rules between the keys that make up the learning signal: losses, and given answers."""
+"""Rules between the keys of the learning signal: losses and given completions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from hybrid_gkd.config.schema import Config
 from hybrid_gkd.losses.table import DIVERGENCES, TOKEN_WEIGHTS, UNIFORM, policy_loss
 
 Rules = Iterator[tuple[str, object, str]]
-"""Dotted key, whether its rule holds, the rule in words."""
+"""Dotted key, whether its rule holds, text of the rule."""
 ARR = "actor_rollout_ref"
 ESTIMATORS = [name for name, row in DIVERGENCES.items() if row.signal == "sampled"]
 
 
 def given_answers(config: Config) -> Rules:
-    """Rules of what is learned from answers that are there."""
+    """Yield the rules of training on given completions."""
     stored = config.distillation.enabled and config.actor_rollout_ref.teacher.is_stored
     yield f"{ARR}.teacher.cache", not (stored and config.on_policy_fraction), (
-        "needs a teacher beside it (model.path or server_ip) for what the student writes; without one "
-        "data.response_key, and no distillation.on_policy_fraction"
+        "needs a teacher besides (model.path or server_ip) that scores the student's completions; without one set "
+        "data.response_key and no distillation.on_policy_fraction"
     )
     data, loss, given = config.data, config.distillation, "data.response_key"
     if data.response_key is None:
-        unused = "goes together with data.response_key, the column with given answers"
+        unused = "needs data.response_key, the column with given completions"
         yield "distillation.on_policy_fraction", loss.on_policy_fraction in (None, 1.0), unused
         yield "distillation.sft_coef", not loss.sft_coef, unused
         yield "trainer.warmup_steps_sft", not config.trainer.warmup_steps_sft, unused
@@ -32,33 +32,34 @@ def given_answers(config: Config) -> Rules:
         return
     own_template = loss.enabled and config.actor_rollout_ref.teacher.chat_template is not None
     yield "data.loss_mask", data.loss_mask == "answer" or not own_template, (
-        f"must be answer with {ARR}.teacher.chat_template, which writes the prompt differently"
+        f"must be answer with {ARR}.teacher.chat_template, which changes the prompt"
     )
     yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
     yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"
     if loss.enabled:
         estimates = [name for name in (loss.loss_mode, *loss.mixed_weights) if name in ESTIMATORS]
-        rule = f"with {given}: they are estimates from what the student draws"
+        rule = f"with {given}: these estimates need tokens sampled from the student"
         yield "distillation.as_reward", not loss.as_reward, f"must be false with {given}"
         yield "distillation.loss_mode", not estimates, f"must use none of {', '.join(ESTIMATORS)} {rule}"
     crossed, own = config.sft_coef > 0 or config.trainer.warmup_steps_sft > 0, config.on_policy_fraction == 1
     yield "distillation.sft_coef", crossed or own or loss.enabled, (
-        "must be above 0 with distillation.enabled=false: nothing else learns from given answers"
+        "must be above 0 with distillation.enabled=false: no other loss uses given completions"
     )
     section = ("distillation", loss) if loss.enabled else (f"{ARR}.rollout", config.actor_rollout_ref.rollout)
     yield f"{section[0]}.temperature", section[1].temperature == 1 or not crossed, (
-        "must be 1 with a cross-entropy of given answers (distillation.sft_coef, trainer.warmup_steps_sft)"
+        "must be 1 with a cross-entropy of given completions (distillation.sft_coef, trainer.warmup_steps_sft)"
     )
 
 
 def distillation_loss(config: Config) -> Rules:
-    """Losses that would teach nothing, or something else than they say."""
+    """Yield the rules that reject losses without effect, or with another effect than configured."""
     loss, key, temperature = config.distillation, "distillation", config.actor_rollout_ref.rollout.temperature
     mode, weights, own = loss.loss_mode, loss.mixed_weights, loss.loss_fn is not None
     allowed = not (own and loss.use_policy_gradient)
     yield f"{key}.use_policy_gradient", allowed, "must be false with distillation.loss_fn"
     yield f"{key}.loss_mode", not own or mode == "forward_kl", "must be left out with distillation.loss_fn"
-    yield f"{key}.mixed_weights", (mode == "mixed") == bool(weights), "goes together with distillation.loss_mode=mixed"
+    both = (mode == "mixed") == bool(weights)
+    yield f"{key}.mixed_weights", both, "must be set together with distillation.loss_mode=mixed"
     mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
     for name, weight in weights.items():
         yield (

@@ -1,4 +1,4 @@
-"""Rules of single values, which the fields of schema.py carry as metadata."""
+"""Rules of single values, stored as metadata of the fields of schema.py."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ MAY_BE_INFINITE = {"may_be_infinite": True}
 
 
 def rule(text: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
-    """Field metadata: the rule of a value, in words and as a function; null always passes."""
+    """Return field metadata with the rule of a value, as text and as a function; null always passes."""
     return {"rule": text, "holds": holds}
 
 
 def names(*choices: str, or_own: bool = False) -> dict[str, Any]:
-    """Field metadata: one of these names, or a list of them; with `or_own` also the import path of the user's own."""
+    """Return field metadata: one of these names, or a list of them; with `or_own` also the import path of a custom
+    object."""
 
     def holds(value: Any) -> bool:
         given = [value] if isinstance(value, str) else value
         return all(each in choices or (or_own and is_import_path(each)) for each in given)
 
-    return rule(f"must be one of {', '.join(choices)}{', or module:name of your own' if or_own else ''}", holds)
+    return rule(f"must be one of {', '.join(choices)}{', or module:name of a custom one' if or_own else ''}", holds)
 
 
 POSITIVE = rule("must be above 0", lambda value: value > 0)

@@ -1,4 +1,4 @@
-"""What a configuration must satisfy: each field its own rule, and the rules between fields."""
+"""Rules of a configuration: those of single fields, and those between fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
 def field_rules(section: Any, prefix: str = "") -> Rules:
-    """The rules that fields carry as metadata; null always passes, and a number is finite unless its field says so."""
+    """Yield the rules in the metadata of fields; null always passes, and numbers are finite unless the field allows
+    others."""
     for entry in dataclasses.fields(section):
         value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):
@@ -27,7 +28,7 @@ def field_rules(section: Any, prefix: str = "") -> Rules:
 
 
 def rules_between_fields(config: Config) -> Rules:
-    """The rules between fields, in the order in which they are reported."""
+    """Yield the rules between fields, in the order in which they are reported."""
     arr, longest = config.actor_rollout_ref, config.max_sequence_length
     fsdp_size, val_only = arr.actor.fsdp_config.fsdp_size, config.trainer.val_only
     yield from _data(config)
@@ -40,7 +41,7 @@ def rules_between_fields(config: Config) -> Rules:
     val_kwargs = arr.rollout.val_kwargs
     yield (
         f"{ARR}.rollout.val_kwargs.n", val_kwargs.n == 1 or val_kwargs.temperature > 0,
-        f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: greedy answers to a prompt are all the same",
+        f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: all greedy responses to a prompt are the same",
     )
     yield from _best_metric(config)
     yield from _pools(config)
@@ -56,7 +57,7 @@ def rules_between_fields(config: Config) -> Rules:
     yield (
         "trainer.resume_from_path",
         (config.trainer.resume_mode == "resume_path") == (config.trainer.resume_from_path is not None),
-        "goes together with trainer.resume_mode=resume_path",
+        "must be set together with trainer.resume_mode=resume_path",
     )
     yield from _policy_loss(config)
     yield from _lora(config)
@@ -68,8 +69,8 @@ def rules_between_fields(config: Config) -> Rules:
         yield from distillation_loss(config)
     if config.trains_on_rewards and not val_only:
         yield "reward.answer_key", config.has_reward, (
-            "task rewards need the column with the right answers; distillation.enabled=true with "
-            "distillation.use_task_rewards=false trains without"
+            "must be set: task rewards need the column with the right answers; to train without them set "
+            "distillation.enabled=true and distillation.use_task_rewards=false"
         )
     yield "distillation.as_reward", config.distillation.enabled or not config.distillation.as_reward, (
         "needs distillation.enabled=true"
@@ -85,16 +86,16 @@ def _data(config: Config) -> Rules:
     data, val_only = config.data, config.trainer.val_only
     yield "data.train_files", data.train_files or val_only, "must name at least one file"
     limits = [limit for _, limit in sorted(data.max_response_length_schedule.items())]
-    yield "data.max_response_length_schedule", limits == sorted(limits), "must not fall"
+    yield "data.max_response_length_schedule", limits == sorted(limits), "must not decrease"
     yield (
         "data.max_response_length_schedule",
         all(0 < limit <= data.max_response_length for limit in limits)
         and all(step > 0 for step in data.max_response_length_schedule),
-        f"must give steps, from 1 on, limits from 1 to data.max_response_length ({data.max_response_length})",
+        f"must map steps, from 1 on, to limits from 1 to data.max_response_length ({data.max_response_length})",
     )
     number, weights = len(data.train_files or []), data.train_weights
     yield "data.train_weights", weights is None or len(weights) == number or val_only, (
-        f"must give each of the {number} entries of data.train_files a weight"
+        f"must have a weight for each of the {number} entries of data.train_files"
     )
     yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
 
@@ -104,12 +105,12 @@ def _filter_groups(config: Config) -> Rules:
     size, batch = config.data.gen_batch_size or config.data.train_batch_size, config.data.train_batch_size
     yield (
         "data.gen_batch_size", size == batch or (enable and size > batch),
-        f"must be data.train_batch_size ({batch}), or more with {key}=true, which trains on a part",
+        f"must be data.train_batch_size ({batch}), or larger with {key}=true",
     )
     if not enable or config.trainer.val_only:
         return
     yield key, config.trains_on_rewards, (
-        "needs rewards to train on: distillation.enabled=false or distillation.use_task_rewards=true"
+        "needs task rewards: distillation.enabled=false or distillation.use_task_rewards=true"
     )
     yield (
         f"{ARR}.rollout.n", config.actor_rollout_ref.rollout.n > 1,
@@ -117,8 +118,8 @@ def _filter_groups(config: Config) -> Rules:
     )
     ahead = config.trainer.scheduler != "sync" and not config.actor_rollout_ref.hybrid_engine
     yield key, not (ahead and config.reward_model.enable), (
-        "must be false with a reward model, a pool for generation and a trainer.scheduler other than sync: the workers "
-        "that train would have to score and to update at the same time"
+        "must be false with a reward model, a separate rollout pool and a trainer.scheduler other than sync: training "
+        "workers would have to score and update at the same time"
     )
 
 
@@ -132,7 +133,7 @@ def _batches(config: Config) -> Rules:
     yield (
         f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
         actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
-        "must be given when use_dynamic_bsz is false; with use_dynamic_bsz=true it is not needed",
+        "must be set if use_dynamic_bsz is false",
     )
     yield (
         f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
@@ -145,7 +146,7 @@ def _advantages(config: Config) -> Rules:
     name, own = section.adv_estimator, section.adv_estimator not in ADV_ESTIMATORS
     need = ADV_ESTIMATORS.get(name, "")
     alone = n == 1 and need == "group"
-    yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 responses per prompt to compare"
+    yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 responses per prompt"
     plain = section.norm_adv_by_std_in_grpo or name == "grpo" or own
     yield f"{key}.norm_adv_by_std_in_grpo", plain, f"has no effect with {key}.adv_estimator={name}; leave it at true"
     discounts = section.gamma == 1 or name in ("gae", "reinforce_plus_plus") or own
@@ -174,7 +175,7 @@ def _critic(config: Config) -> Rules:
         return
     alone = not config.distillation.enabled or config.distillation.as_reward
     yield key, not warmup or alone, (
-        "must be 0 with distillation.enabled=true, unless the teacher teaches through rewards alone (as_reward)"
+        "must be 0 with distillation.enabled=true, unless distillation.as_reward=true"
     )
     section, longest = config.resolved_critic, config.max_sequence_length
     size, data = section.fsdp_config.fsdp_size, config.data
@@ -186,7 +187,7 @@ def _critic(config: Config) -> Rules:
     yield (
         "critic.ppo_micro_batch_size_per_gpu",
         section.use_dynamic_bsz or section.ppo_micro_batch_size_per_gpu is not None,
-        "must be given when critic.use_dynamic_bsz is false",
+        "must be set if critic.use_dynamic_bsz is false",
     )
     yield (
         "critic.ppo_mini_batch_size", (section.ppo_mini_batch_size or 0) <= data.train_batch_size,
@@ -211,7 +212,7 @@ def _best_metric(config: Config) -> Rules:
         names += ["forward_kl", "reverse_kl"]
     yield (
         key, metric.startswith("val/") and metric.rpartition("/")[2] in names,
-        f"must be val/<name> or val/<data source>/<name> of what this run validates: {', '.join(names) or 'nothing'}",
+        f"must be val/<name> or val/<data source>/<name>, with a name of this run: {', '.join(names) or 'none'}",
     )
     yield key, config.data.val_files, "needs data.val_files"
     yield key, section.test_freq != 0, "needs validations: trainer.test_freq must not be 0"
@@ -221,10 +222,10 @@ def _best_metric(config: Config) -> Rules:
 def _pools(config: Config) -> Rules:
     arr, own = config.actor_rollout_ref, config.rollout.n_gpus_per_node
     key, separate = "rollout.n_gpus_per_node", "actor_rollout_ref.hybrid_engine=false"
-    yield key, own is None or not arr.hybrid_engine, f"goes together with {separate}"
+    yield key, own is None or not arr.hybrid_engine, f"needs {separate}"
     yield (
         key, own is not None or arr.hybrid_engine,
-        f"must be given with {separate}; actor_rollout_ref.hybrid_engine=true does without",
+        f"must be set with {separate}; not needed with actor_rollout_ref.hybrid_engine=true",
     )
     section, workers = "trainer" if own is None else "rollout", config.rollout_world_size
     yield (
@@ -238,12 +239,11 @@ def _policy_loss(config: Config) -> Rules:
     mode, constant = actor.loss_agg_mode, "seq-mean-token-sum-norm"
     yield (
         f"{key}.loss_scale_factor", actor.loss_scale_factor is None or mode == constant,
-        f"goes together with {key}.loss_agg_mode={constant}",
+        f"needs {key}.loss_agg_mode={constant}",
     )
     yield (
         f"{key}.kl_loss_type", not (config.ref_topk and config.distillation.enabled),
-        "must be another one with distillation.enabled=true: the head sums the vocabulary outside of one set of "
-        "candidates, the teacher's",
+        "must not be full with distillation.enabled=true: the head supports one set of candidates, the teacher's",
     )
     yield (
         f"{key}.loss_agg_mode", actor.policy_loss.loss_mode != "gspo" or mode == "seq-mean-token-mean",
@@ -252,33 +252,33 @@ def _policy_loss(config: Config) -> Rules:
 
 
 def _lora(config: Config) -> Rules:
-    """What goes together with adapters, and what an adapter to start from has already."""
+    """Yield the rules of LoRA keys."""
     arr = config.actor_rollout_ref
     model, start = arr.model, arr.model.lora_adapter_path
     for name in ("lora_alpha", "target_modules", "exclude_modules"):
         given = getattr(model, name) is not None
-        yield f"{ARR}.model.{name}", not given or model.has_lora, "goes together with a lora_rank above 0"
+        yield f"{ARR}.model.{name}", not given or model.has_lora, "needs a lora_rank above 0"
     for name in ("target_modules", "exclude_modules"):
         free = getattr(model, name) is None or start is None
-        yield f"{ARR}.model.{name}", free, "must be left out with lora_adapter_path, which says which layers it is for"
+        yield f"{ARR}.model.{name}", free, "must not be set with lora_adapter_path, whose adapter defines its layers"
     merges = arr.actor.checkpoint.save_merged
-    yield f"{ARR}.actor.checkpoint.save_merged", not merges or model.has_lora, "goes together with a lora_rank above 0"
+    yield f"{ARR}.actor.checkpoint.save_merged", not merges or model.has_lora, "needs a lora_rank above 0"
 
 
 def _importance_weights(config: Config) -> Rules:
     section, rollout = config.algorithm, config.actor_rollout_ref.rollout
     threshold, key = section.rollout_is_threshold, "algorithm.rollout_is_threshold"
-    yield "algorithm.rollout_is", threshold is not None or section.rollout_is == "prefix", f"goes together with {key}"
+    yield "algorithm.rollout_is", threshold is not None or section.rollout_is == "prefix", f"needs {key}"
     yield (
         "algorithm.rollout_is", threshold is None or section.rollout_is != "token" or config.has_sampled_loss,
-        "must be prefix or sequence where the loss is a divergence, which does not depend on the sampled token",
+        "must be prefix or sequence if the loss is a divergence, which does not depend on the sampled token",
     )
     normalizes = section.rollout_is_batch_normalize
-    yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"goes together with {key}"
-    yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of a response that is not stale"
+    yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"needs {key}"
+    yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of an on-policy response"
     rejects, limits = section.rollout_rs, section.rollout_rs_threshold
     both = (rejects is None) == (limits is None)
-    yield "algorithm.rollout_rs_threshold", both, "goes together with algorithm.rollout_rs"
+    yield "algorithm.rollout_rs_threshold", both, "must be set together with algorithm.rollout_rs"
     if rejects is not None and limits is not None:
         try:
             rejection_bounds(rejects, limits)
@@ -288,7 +288,7 @@ def _importance_weights(config: Config) -> Rules:
         key = "algorithm.rollout_rs"
     yield (
         key, not section.compares_logprobs or (rollout.top_p == 1 and rollout.top_k == -1),
-        "needs responses of the student's own distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
+        "needs samples of the full distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
     )
 
 
@@ -297,18 +297,18 @@ def _reward(config: Config) -> Rules:
     for name, weight in section.functions.items():
         yield (
             "reward.functions", name in (*REWARD_FUNCTIONS, CUSTOM, MODEL) and weight != 0 and math.isfinite(weight),
-            f"must give {', '.join(REWARD_FUNCTIONS)}, {CUSTOM} (your own) or {MODEL} (the reward model) finite "
+            f"must map {', '.join(REWARD_FUNCTIONS)}, {CUSTOM} (your function) or {MODEL} (the reward model) to finite "
             f"weights other than 0, not {name}: {weight}",
         )
     if section.functions:
-        yield "reward.name", section.name == "exact_match", "must be left out with reward.functions"
+        yield "reward.name", section.name == "exact_match", "must not be set with reward.functions"
         yield (
             "reward.functions", (CUSTOM in section.functions) == (custom.path is not None),
-            f"must have {CUSTOM} where reward.custom_reward_function.path is given, and only then",
+            f"must have {CUSTOM} if and only if reward.custom_reward_function.path is set",
         )
     yield (
         "reward.format", ("format" in section.weights) == (section.format is not None),
-        "goes together with reward.name=format, or format in reward.functions",
+        "must be set together with reward.name=format, or format in reward.functions",
     )
     yield "reward.format", section.format is None or _is_pattern(section.format), "must be a regular expression"
     yield (
@@ -316,23 +316,24 @@ def _reward(config: Config) -> Rules:
         f"must be at most data.max_response_length ({config.data.max_response_length})",
     )
     if section.functions and not config.trains_on_rewards and not config.reward_model.enable:
-        yield "reward.answer_key", config.has_reward, "reward.functions need the column with the right answers"
+        rule = "must be set: reward.functions need the column with the right answers"
+        yield "reward.answer_key", config.has_reward, rule
 
 
 def _reward_model(config: Config) -> Rules:
     section, functions, key = config.reward_model, config.reward.functions, "reward_model.enable"
     if functions or not section.enable:
-        yield "reward.functions", (MODEL in functions) == section.enable, f"must have {MODEL} with {key}, and only then"
+        yield "reward.functions", (MODEL in functions) == section.enable, f"must have {MODEL} if and only if {key}=true"
     if not section.enable:
         return
     yield "reward_model.model.path", section.model.path, f"must name a classifier with {key}=true"
     yield (
         "reward.functions", functions or config.reward.custom_reward_function.path is None,
-        f"must say how your function counts beside the reward model, as in {{{MODEL}: 1.0, {CUSTOM}: 1.0}}",
+        f"must set the weights of your function and the reward model, as in {{{MODEL}: 1.0, {CUSTOM}: 1.0}}",
     )
-    yield "reward.answer_key", config.has_reward, "reward.functions need the column with the right answers"
+    yield "reward.answer_key", config.has_reward, "must be set: reward.functions need the column with the right answers"
     yield key, config.uses_reward_model, (
-        "has nothing to score: needs data.val_files, distillation.use_task_rewards=true or distillation.enabled=false"
+        "has no effect: needs data.val_files, distillation.use_task_rewards=true or distillation.enabled=false"
     )
 
 
@@ -351,23 +352,23 @@ def _teacher(config: Config) -> Rules:
     key = f"{ARR}.teacher"
     yield (
         f"{key}.model.path", given or section.model.path is not None or section.is_stored,
-        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one, or cache for "
-        "given answers that one has scored; distillation.enabled=false trains on a reward without one",
+        "a teacher is needed: set a model to start one, or server_ip and server_port of a running one, or cache for "
+        "given completions that are scored already; distillation.enabled=false trains on rewards without one",
     )
-    yield f"{key}.server_port", not given or section.server_port != 0, "must be given together with server_ip"
+    yield f"{key}.server_port", not given or section.server_port != 0, "must be set together with server_ip"
     yield (
         f"{key}.server_ip", not given or (len(set(ends)) == len(ends) and all(valid)),
-        "must be host, host:port, or several of them, all different, separated by commas",
+        "must be host, host:port, or several different ones separated by commas",
     )
     yield (
         f"{key}.max_model_len", given or (section.max_model_len or math.inf) > longest,
-        f"must be above {LENGTHS} ({longest}): vLLM scores a sequence by generating one token more",
+        f"must be above {LENGTHS} ({longest}): vLLM generates one token to score a sequence",
     )
-    yield f"{key}.keys", given or section.keys is None, "is for a running service (server_ip)"
+    yield f"{key}.keys", given or section.keys is None, "needs a running service (server_ip)"
     replicas = f"{key}.num_replicas"
     yield replicas, not given or section.num_replicas is None, "is for a service that the run starts, without server_ip"
     yield (
         f"{key}.overlap_rollout", config.trainer.scheduler == "sync" or section.overlap_rollout,
-        f"must be true with trainer.scheduler={config.trainer.scheduler}, which is for a teacher that scores while "
-        "the next batch is generated",
+        f"must be true with trainer.scheduler={config.trainer.scheduler}, with which the teacher scores during the "
+        "next generation",
     )

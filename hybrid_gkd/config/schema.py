@@ -1,7 +1,7 @@
-"""Configuration: one dataclass per section, a docstring per field, the rule of a value as field metadata.
+"""Configuration schema: a dataclass per section, a docstring per field, rules of values as field metadata.
 
-The sections of the models are in models.py, those of losses and rewards in learning.py. loading.py reads YAML and
-overrides into these and checks rules between fields. Needs no torch.
+The models' sections are in actor_rollout_ref.py, those of losses and rewards in learning.py. loading.py reads YAML
+files and overrides into these classes and checks the rules between fields. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from typing import Any, Literal, TypeVar
 from omegaconf import MISSING
 
 from hybrid_gkd.config import metadata as rules
+from hybrid_gkd.config.actor_rollout_ref import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+)
 from hybrid_gkd.config.learning import (
     ADV_ESTIMATORS,
     MODEL,
@@ -23,11 +30,10 @@ from hybrid_gkd.config.learning import (
     RewardConfig,
     RewardModelConfig,
 )
-from hybrid_gkd.config.models import ActorConfig, ActorRolloutRefConfig, CriticConfig, CriticModelConfig, ModelConfig
 from hybrid_gkd.losses.table import KL_LOSSES, policy_loss, weighted_divergences
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
-"""trainer.scheduler -> how many batches generation is ahead of the update, and so the largest staleness."""
+"""trainer.scheduler -> number of batches that generation is ahead of the update, the largest staleness."""
 
 
 @dataclass
@@ -38,64 +44,66 @@ class DataConfig:
     """One or a list of: files (.jsonl, .json, .csv, each also .gz or .zst; .parquet), patterns, folders of files or of
     `save_to_disk`, `folder:split`, hub data sets `org/name[:config][:split]`."""
     train_weights: list[float] | None = field(default=None, metadata=rules.SHARES)
-    """The share of the rows of each entry of train_files that an epoch takes, in turns: 1 takes all; null: 1 each. The
-    same as train_files={answers.jsonl: 1, others.jsonl: 0.25}."""
+    """Fraction of the rows of each entry of train_files in an epoch, rotating over epochs; 1: all rows; null: 1 each.
+    The same as train_files={answers.jsonl: 1, others.jsonl: 0.25}."""
     val_files: Any = None
-    """Like train_files; null switches validation off."""
+    """Like train_files; null disables validation."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     response_key: str | None = None
-    """Column with answers that are there to be learned: a text, or a list of chat messages that begins and ends with
-    the assistant's. The same as prompt_key: a chat's messages behind the last of its user. Rows and files without one
-    are answered by the student. See docs/given_answers.md."""
+    """Column with given completions to learn from: a text, or a list of chat messages that begins and ends with the
+    assistant's. With the same column as prompt_key: the messages after the last one of the user. The student completes
+    rows and files without one. See docs/given_answers.md."""
     loss_mask: Literal["answer", "assistant", "all"] = "answer"
-    """The tokens that are trained on where an answer is given: those of the assistant's turns in the answer (answer),
-    of its turns in the prompt as well (assistant), or all."""
+    """Trained tokens of rows with a given completion: the assistant's turns in the completion (answer), also those in
+    the prompt (assistant), or all tokens (all)."""
     excluded_spans_key: str | None = None
-    """Column with parts of given answers that are not trained on, a list of [start, end) in characters of the text."""
+    """Column with parts of given completions that are not trained on, a list of [start, end) in characters of the
+    text."""
     reward_fn_key: str = "data_source"
-    """Column with the name of the data set that a row is from. Rows may do without the default one."""
+    """Column with the data source of a row. The default column is optional."""
     max_prompt_length: int = field(default=1024, metadata=rules.POSITIVE)
-    """Tokens, chat template included."""
+    """Maximum length of a prompt, chat template included, tokens."""
     max_response_length: int = field(default=1024, metadata=rules.POSITIVE)
-    """Tokens that the student may generate."""
+    """Maximum length of a generated response, tokens."""
     max_response_length_schedule: dict[int, int] = field(default_factory=dict)
-    """Step -> tokens that the student may generate in training from that step on, a limit that grows up to
-    max_response_length: {1: 512, 100: 1024}; before the first step it is max_response_length. {}: always that."""
+    """Step -> maximum response length in training from that step on, increasing up to max_response_length: {1: 512,
+    100: 1024}; before the first entry it is max_response_length. {}: constant."""
     train_batch_size: int = field(default=128, metadata=rules.POSITIVE)
     """Prompts per training step, over all workers."""
     gen_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Prompts that are answered together with algorithm.filter_groups, which trains on train_batch_size of them; null
-    takes train_batch_size."""
+    """Prompts of a generation batch with algorithm.filter_groups, of which train_batch_size are trained on; null takes
+    train_batch_size."""
     shuffle: bool = True
-    """A new order every epoch; false keeps the order of the files."""
+    """Shuffle the prompts in every epoch; false keeps the order of the files."""
     seed: int = field(default=0, metadata=rules.SEED)
-    """Seed of the order."""
+    """Seed of the shuffling."""
     filter_overlong_prompts: bool = False
-    """Leave out prompts above max_prompt_length (their number is logged) instead of applying truncation."""
+    """Leave out prompts longer than max_prompt_length, and log their number, instead of applying truncation."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """For a prompt above max_prompt_length: refuse the data, or cut the named part."""
+    """Treatment of a prompt longer than max_prompt_length: raise an error, or cut the named part."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the tokenizer's chat template, e.g. {enable_thinking: false}."""
+    """Arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
 
 
 @dataclass
 class WandbConfig:
-    """How a run appears in Weights & Biases."""
+    """Settings of Weights & Biases."""
 
     entity: str | None = None
-    """User or team; null takes the login's default."""
+    """User or team; null takes the default of the login."""
     group: str | None = None
-    """Runs of one group are shown together, as repetitions with other seeds."""
+    """Group of the run; runs of a group, such as repetitions with other seeds, are shown together."""
     tags: list[str] = field(default_factory=list)
-    """Labels to filter runs by."""
+    """Labels for filtering runs."""
     notes: str | None = None
-    """A description of the run."""
+    """Description of the run."""
     workspace: bool = True
-    """Make the workspace `hybrid_gkd`, the dashboard of docs/dashboards.md, in a project that has none of that name.
-    An offline run makes none; python -m hybrid_gkd.reporting.dashboard makes or updates it later."""
+    """Create the workspace `hybrid_gkd`, the dashboard of docs/dashboards.md, in a project that has none of that name.
+    An offline run does not; python -m hybrid_gkd.reporting.dashboard creates or updates it later."""
     log_report: bool = False
-    """Log report.html as an artifact `report-<run id>` when the run ends: about 1 MB, with the warnings of run.log."""
+    """Log report.html as an artifact `report-<run id>` at the end of the run: about 1 MB, including the warnings of
+    run.log."""
 
 
 @dataclass
@@ -103,82 +111,82 @@ class TrainerConfig:
     """The run."""
 
     scheduler: Literal["sync", "one_step_off", "two_step_off"] = "sync"
-    """How far generation runs ahead of the update: sync = not at all; one_step_off, two_step_off = one or two batches,
-    so that the teacher has that long to score; responses then come from weights up to one or two steps old."""
+    """Batches by which generation runs ahead of the update: none (sync), one (one_step_off) or two (two_step_off). The
+    teacher scores in that time; responses are sampled from weights up to one or two steps old."""
     total_epochs: int = field(default=1, metadata=rules.POSITIVE)
-    """Passes over the prompts. What is left over at the end of one begins the next; only what fills no batch at the
-    end of the last is left out, and said at the start. With algorithm.filter_groups as many steps as these passes have
-    generation batches; a step may take several."""
+    """Passes over the prompts. Prompts left over at the end of an epoch begin the next one; an incomplete last batch is
+    left out and logged at the start. With algorithm.filter_groups the number of steps is that of these passes'
+    generation batches, although a step may take several."""
     total_training_steps: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Steps; null takes total_epochs. Wins over total_epochs where both are given."""
+    """Training steps; null takes total_epochs. Overrides total_epochs if both are set."""
     project_name: str = field(default="hybrid_gkd", metadata=rules.FOLDER_NAME)
-    """Project in wandb, folder under default_local_dir."""
+    """Project in wandb, and folder under default_local_dir."""
     experiment_name: str = field(default="gkd", metadata=rules.FOLDER_NAME)
-    """Run name in wandb, folder under the project."""
+    """Name of the run in wandb, and folder under the project."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"], metadata=rules.TRACKERS)
-    """Any of console, wandb, tensorboard, trackio, and module:name of your own. metrics.jsonl, generations.jsonl and
-    run.log are parts of every run; the name jsonl is taken and changes nothing."""
+    """Any of console, wandb, tensorboard, trackio, and module:name of a custom tracker. metrics.jsonl,
+    generations.jsonl and run.log are always written; the name jsonl is accepted without effect."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     console: Literal["auto", "progress", "full", "quiet"] = "auto"
-    """How the console shows a run. full: a line for each step, with the time and all metrics by name; progress: a bar,
-    or without a terminal a short line every few seconds; auto: progress on a terminal, full in a file; quiet: warnings,
-    errors and the final table, as with --quiet."""
+    """Console output. full: a line per step with time and all metrics by name; progress: a progress bar, or without a
+    terminal a short line every few seconds; auto: progress on a terminal, full in a file; quiet: warnings, errors and
+    the final table, as with --quiet."""
     nnodes: int = field(default=1, metadata=rules.POSITIVE)
     """Machines of the Ray cluster."""
     n_gpus_per_node: int = field(default=1, metadata=rules.POSITIVE)
     """Workers per machine, one GPU each (on the CPU: worker processes)."""
     save_freq: int = field(default=-1, metadata=rules.FREQUENCY)
-    """Steps between checkpoints; -1 saves only at the end, 0 never."""
+    """Steps between checkpoints; -1: only at the end; 0: never."""
     test_freq: int = field(default=-1, metadata=rules.FREQUENCY)
-    """Steps between validations; -1 validates only before and after training."""
+    """Steps between validations; -1: only before and after training."""
     critic_warmup: int = field(default=0, metadata=rules.NOT_NEGATIVE)
-    """Steps at the beginning in which the critic alone is updated."""
+    """Initial steps in which only the critic is updated."""
     warmup_steps_sft: int = field(default=0, metadata=rules.NOT_NEGATIVE)
-    """Steps at the beginning that train by cross-entropy on given answers alone (data.response_key), at the rate of
-    actor_rollout_ref.actor.optim_sft. Behind them actor.optim begins; unless that has a warm-up of its own, its rate
-    rises over the first tenth of the optimizer steps that are left."""
+    """Initial steps that train by cross-entropy on given completions only (data.response_key), at the rate of
+    actor_rollout_ref.actor.optim_sft. Then actor.optim begins; unless it has its own warm-up, its rate rises over the
+    first tenth of the remaining optimizer steps."""
     val_before_train: bool = True
-    """Validate the untrained student first."""
+    """Validate before the first training step."""
     val_only: bool = False
-    """Validate what the run would start from, a checkpoint or the model, and end; data.train_files is not read."""
+    """Validate the checkpoint or model that the run would start from, and end; data.train_files is not read."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto continues from the newest checkpoint of this experiment; resume_path from resume_from_path."""
+    """auto resumes from the newest checkpoint of this experiment; resume_path from resume_from_path; disable starts
+    a new run."""
     resume_from_path: str | None = None
-    """A `global_step_N` folder."""
+    """Checkpoint folder, `global_step_N`."""
     allow_changed_config: bool = False
-    """Continue although a key that decides what is learned (loss, rate, teacher, data, ...) is another than before, or
-    a model has moved to another folder."""
+    """Resume although a key of the learning signal (loss, rate, teacher, data, ...) has changed, or a model folder has
+    moved."""
     default_local_dir: str = "outputs"
-    """Where run folders go: <default_local_dir>/<project_name>/<experiment_name>."""
+    """Root of the run folders: <default_local_dir>/<project_name>/<experiment_name>."""
     max_actor_ckpt_to_keep: int | None = field(default=2, metadata=rules.POSITIVE)
-    """The newest ones stay, older ones are removed; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all."""
     best_metric: str | None = None
-    """Also keep the checkpoint that is best by this metric of the validations, e.g. val/accuracy (the highest) or
-    val/forward_kl (the lowest); one that is better than all before is saved, whatever save_freq says."""
+    """Also keep the best checkpoint by this validation metric, e.g. val/accuracy (maximum) or val/forward_kl (minimum).
+    A new best one is saved regardless of save_freq."""
     balance_batch: bool = True
-    """Give each worker the same work, long sequences counting more per token; false: contiguous slices."""
+    """Balance the work of the workers, with a higher cost per token for long sequences; false: contiguous slices."""
     log_val_generations: int = field(default=8, metadata=rules.NOT_NEGATIVE)
-    """Held-out prompts, evenly from the data sources, whose answers are logged with each validation."""
+    """Number of held-out prompts, evenly from the data sources, whose completions are logged with each validation."""
     grace_period: float = field(default=60.0, metadata=rules.NOT_NEGATIVE)
-    """Seconds that a run has to end the step in hand and save it after Ctrl-C, SIGTERM or a closed terminal; 0 ends it
-    at once, as a second signal does. A step and a checkpoint, perhaps after one that is being written, have to fit
-    into it."""
+    """Seconds to finish and save the current step after Ctrl-C, SIGTERM or a closed terminal; 0 or a second signal ends
+    the run at once. It must be enough for a step and a checkpoint, possibly after one that is being written."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto = cuda where a GPU is visible to the process that starts the run."""
+    """Device of the workers; auto = cuda if a GPU is visible to the process that starts the run."""
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)
-    """Steps for which every worker runs torch's profiler: profile_step_N_worker_M.json.gz beside trace.json."""
+    """Steps in which every worker runs torch's profiler: profile_step_N_worker_M.json.gz beside trace.json."""
     seed: int = field(default=0, metadata=rules.SEED)
     """Seed of the trainer's random states."""
 
 
 @dataclass
 class RolloutPoolConfig:
-    """The rollout engine's own pool of workers, with actor_rollout_ref.hybrid_engine=false."""
+    """The rollout engine's separate pool of workers, with actor_rollout_ref.hybrid_engine=false."""
 
     nnodes: int = field(default=1, metadata=rules.POSITIVE)
     """Machines of the pool."""
     n_gpus_per_node: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Workers per machine, one GPU each (on the CPU: worker processes), beside those of trainer.n_gpus_per_node."""
+    """Workers per machine, one GPU each (on the CPU: worker processes), in addition to trainer.n_gpus_per_node."""
 
 
 @dataclass
@@ -186,15 +194,15 @@ class RayInitConfig:
     """Connection to Ray."""
 
     address: str | None = None
-    """Address of a running cluster; null starts one on this machine for the length of the run."""
+    """Address of a running cluster; null starts one on this machine for the duration of the run."""
     num_cpus: int | None = field(default=None, metadata=rules.POSITIVE)
-    """CPUs that a local cluster offers; null takes all."""
+    """CPUs of a local cluster; null takes all."""
     placement_timeout: float = field(default=30.0, metadata=rules.POSITIVE)
-    """Seconds for the cluster to have room for the workers; more where it grows or others are about to leave."""
+    """Timeout for the cluster to place the workers, seconds; increase it for autoscaling or busy clusters."""
 
 
 def updates_per_step(prompts: int, section: ActorConfig | CriticConfig) -> int:
-    """Optimizer steps of a model in a training step of so many prompts."""
+    """Return the optimizer steps of a model in a training step of `prompts` prompts."""
     return -(-prompts // (section.ppo_mini_batch_size or prompts)) * (section.ppo_epochs or 1)
 
 
@@ -215,34 +223,35 @@ class Config:
 
     @property
     def on_policy_fraction(self) -> float:
-        """The share of the tasks with a given answer that the student answers itself."""
+        """Return the fraction of the tasks with a given completion that the student completes instead."""
         given = self.distillation.on_policy_fraction
         return given if given is not None else 0.0 if self.data.response_key is not None else 1.0
 
     @property
     def sft_coef(self) -> float:
-        """Factor of the cross-entropy of given answers."""
+        """Return the factor of the cross-entropy of given completions."""
         given = self.distillation.sft_coef
         return given if given is not None else 0.0 if self.distillation.enabled else 1.0
 
     @property
     def is_sft(self) -> bool:
-        """Whether given answers are all that is learned from: neither a teacher nor rewards."""
+        """Return whether training uses only given completions, without teacher and rewards."""
         return not (self.distillation.enabled or self.on_policy_fraction)
 
     @property
     def trains_on_rewards(self) -> bool:
-        """Whether the actor learns from rewards, alone or beside a teacher."""
+        """Return whether the actor is trained on rewards, with or without a teacher."""
         return self.distillation.use_task_rewards or not (self.distillation.enabled or self.is_sft)
 
     @property
     def has_advantages(self) -> bool:
-        """Whether tokens have advantages, from rewards of the answers or from the teacher's log-ratios."""
+        """Return whether tokens have advantages, from rewards or from the teacher's log-ratios."""
         return self.trains_on_rewards or self.distillation.as_reward
 
     @property
     def has_sampled_loss(self) -> bool:
-        """Whether a term of the actor's loss is of the sampled token, as a policy loss is and a divergence is not."""
+        """Return whether a term of the actor's loss depends on the sampled token, as policy losses do and divergences
+        do not."""
         loss, actor = self.distillation, self.actor_rollout_ref.actor
         estimated = actor.use_kl_loss and KL_LOSSES[actor.kl_loss_type].signal == "sampled"
         divergences = weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn)
@@ -250,13 +259,13 @@ class Config:
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """Whether the rollout engine returns log-probabilities: for corrections, or token weights of the user's own."""
+        """Return whether the rollout engine returns log-probabilities, for corrections or custom token weights."""
         row = self.distillation.weighting
         return self.algorithm.compares_logprobs or (row is not None and row.needs == "teacher")
 
     @property
     def distils_alone(self) -> bool:
-        """Whether distillation is the only term of the loss: tokens of weight 0 in it need not be computed then."""
+        """Return whether distillation is the only loss term, so that tokens with weight 0 need not be computed."""
         loss, actor = self.distillation, self.actor_rollout_ref.actor
         of_sequences = loss.use_policy_gradient and policy_loss(actor.policy_loss.loss_mode).of_sequences
         others = self.has_advantages or self.sft_coef or actor.use_kl_loss or actor.entropy_coeff or of_sequences
@@ -264,74 +273,75 @@ class Config:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """What the reward is the weighted sum of. A reward model is alone unless `reward.functions` says otherwise."""
+        """Return the weights of the rewards by name; with a reward model and no `reward.functions`, of the reward model
+        only."""
         alone = self.reward_model.enable and not self.reward.functions
         return {MODEL: 1.0} if alone else self.reward.weights
 
     @property
     def has_reward(self) -> bool:
-        """Whether there is a reward: the default one needs the column with the right answers."""
+        """Return whether there is a reward; the default one needs the column with the right answers."""
         needs_answer = any(REWARD_FUNCTIONS.get(name, False) for name in self.reward_weights)
         return self.reward.answer_key is not None or not needs_answer
 
     @property
     def has_reward_functions(self) -> bool:
-        """Whether functions say what an answer is worth, alone or beside a reward model."""
+        """Return whether reward functions are used, with or without a reward model."""
         return self.has_reward and self.reward_weights.keys() != {MODEL}
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a reward model scores answers, in training or in validations."""
+        """Return whether a reward model scores responses in training or validation."""
         return self.reward_model.enable and (self.trains_on_rewards or bool(self.data.val_files))
 
     @property
     def world_size(self) -> int:
-        """Number of workers that train."""
+        """Return the number of training workers."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
     def rollout_world_size(self) -> int:
-        """Number of workers that generate: the same ones with a hybrid engine."""
+        """Return the number of generating workers; with a hybrid engine these are the training workers."""
         return self.rollout.nnodes * (self.rollout.n_gpus_per_node or 0) or self.world_size
 
     @property
     def workers_per_node(self) -> int:
-        """Workers on one machine, all pools together."""
+        """Return the number of workers on one machine, over all pools."""
         return self.trainer.n_gpus_per_node + (self.rollout.n_gpus_per_node or 0)
 
     @property
     def shard_size(self) -> int:
-        """Workers that share one copy of the student's weights."""
+        """Return the number of workers that share one copy of the student's weights."""
         size = self.actor_rollout_ref.actor.fsdp_config.fsdp_size
         return self.world_size if size == -1 else size
 
     @property
     def uses_critic(self) -> bool:
-        """Whether advantages need a critic's values."""
+        """Return whether advantages need a critic's values."""
         needed = ADV_ESTIMATORS.get(self.algorithm.adv_estimator) == "critic"
         return self.has_advantages and needed and not self.trainer.val_only
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the student is kept close to a reference policy."""
+        """Return whether a KL to a reference policy is part of the loss or the rewards."""
         needed = self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
         return needed and not self.trainer.val_only
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether the reference policy is a model of its own: not where it is what lies below the LoRA adapters."""
+        """Return whether the reference policy has its own weights; with LoRA it can be the student without adapters."""
         arr = self.actor_rollout_ref
         return self.uses_reference and not (arr.model.has_lora and arr.ref.model.path is None)
 
     @property
     def ref_topk(self) -> int:
-        """Candidates per position that the reference policy is asked for; 0: of the sampled token alone."""
+        """Return the number of candidates per position of the reference policy; 0: only the sampled token."""
         arr = self.actor_rollout_ref
         return arr.ref.topk if arr.actor.use_kl_loss and arr.actor.kl_loss_type == "full" else 0
 
     @property
     def ref_model(self) -> ModelConfig:
-        """The folder of the reference policy, and how it is loaded."""
+        """Return the model section of the reference policy."""
         student, own = self.actor_rollout_ref.model, self.actor_rollout_ref.ref.model.path
         found = ModelConfig(path=own or student.path, trust_remote_code=student.trust_remote_code)
         found.override_config = student.override_config if own is None else {}
@@ -339,52 +349,52 @@ class Config:
 
     @property
     def critic_shard_size(self) -> int:
-        """Workers that share one copy of the critic's weights."""
+        """Return the number of workers that share one copy of the critic's weights."""
         size = self.critic.fsdp_config.fsdp_size
         return self.world_size if size == -1 else size
 
     @property
     def resolved_critic(self) -> CriticConfig:
-        """The section critic, with what holds for student and actor in the place of null."""
+        """Return the section critic with nulls replaced by the values of student and actor."""
         own, student, actor = self.critic, self.actor_rollout_ref.model, self.actor_rollout_ref.actor
         model = _filled(own.model, student, without=() if own.model.path is None else ("override_config",))
         return dataclasses.replace(_filled(own, actor), model=model)
 
     @property
     def critic_model(self) -> ModelConfig:
-        """The folder that the critic starts from, and how it is loaded."""
+        """Return the model section that the critic is initialised from."""
         own = self.resolved_critic.model
         found = {name: value for name, value in vars(own).items() if value is not None}
         return ModelConfig(**found)
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest possible prompt with its longest response."""
+        """Return the length of the longest possible prompt with its longest response, tokens."""
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
     def engine_length(self) -> int:
-        """Tokens of the longest sequence that the rollout engine takes."""
+        """Return the length of the longest sequence of the rollout engine, tokens."""
         return self.actor_rollout_ref.rollout.max_model_len or self.max_sequence_length
 
     @property
     def teacher_length(self) -> int:
-        """The same of a local teacher, which has to generate a token to score."""
+        """Return the length of the longest sequence of a local teacher, which generates one token to score."""
         return self.actor_rollout_ref.teacher.max_model_len or self.max_sequence_length + 1
 
     @property
     def mini_batch_size(self) -> int:
-        """Prompts per optimizer step."""
+        """Return the number of prompts per optimizer step."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
     def sft_updates(self) -> int:
-        """Optimizer steps of the first `trainer.warmup_steps_sft` steps."""
+        """Return the optimizer steps of the first `trainer.warmup_steps_sft` steps."""
         actor = self.actor_rollout_ref.actor
         return self.trainer.warmup_steps_sft * updates_per_step(self.data.train_batch_size, actor)
 
     def saves_while_training(self, steps: int | None) -> bool:
-        """Whether training goes on after a checkpoint, in a run of so many steps; None: it is not known of how many."""
+        """Return whether checkpoints are written during a run of `steps` steps (None: unknown), not only at its end."""
         trainer = self.trainer
         frequencies = [trainer.save_freq]
         if trainer.best_metric is not None:
@@ -394,13 +404,14 @@ class Config:
 
     @property
     def experiment_dir(self) -> Path:
-        """Folder of the checkpoints."""
+        """Return the folder of the checkpoints."""
         trainer = self.trainer
         return Path(trainer.default_local_dir).expanduser().absolute() / trainer.project_name / trainer.experiment_name
 
     @property
     def run_dir(self) -> Path:
-        """Folder of what this run writes; with `trainer.val_only` a folder inside, as no training run is touched."""
+        """Return the folder of this run's files; with `trainer.val_only` a subfolder, which leaves a training run
+        unchanged."""
         return self.experiment_dir / "validation" if self.trainer.val_only else self.experiment_dir
 
 
@@ -408,6 +419,6 @@ Section = TypeVar("Section", CriticConfig, CriticModelConfig)
 
 
 def _filled(section: Section, other: Any, without: tuple[str, ...] = ()) -> Section:
-    """A section with the values of another one in the place of null, where that has fields of the same names."""
+    """Return a section with nulls replaced by the values of the same fields of another section."""
     names = [name for name, value in vars(section).items() if value is None and name not in without]
     return dataclasses.replace(section, **{name: getattr(other, name) for name in names})

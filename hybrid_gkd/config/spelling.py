@@ -1,6 +1,6 @@
-"""From keys as verl's commands spell them to keys of `Config`, by the tables of compat/verl/keys.py.
+"""Translate the keys of verl's commands to keys of `Config`, by the tables of compat/verl/key_tables.py.
 
-`python -m hybrid_gkd.config.spelling > docs/verl.md` writes the tables as a page. Needs no torch.
+`python -m hybrid_gkd.config.spelling > docs/verl.md` writes the tables as a page. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hybrid_gkd.compat.verl.keys import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
+from hybrid_gkd.compat.verl.key_tables import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
 from hybrid_gkd.compat.verl.readings import Look, Read
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.errors import ConfigError
@@ -21,7 +21,7 @@ TEACHERS = "distillation.teacher_models."
 
 
 def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
-    """Every key of `Config`; those that take any key below end in `.*`."""
+    """Yield every key of `Config`; those of dictionaries are followed by the key with `.*`."""
     section = Config() if section is None else section
     for entry in dataclasses.fields(section):
         value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
@@ -40,7 +40,7 @@ def _own() -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def is_own(key: str) -> bool:
-    """Whether it is a key of `Config`."""
+    """Return whether it is a key of `Config`."""
     keys, open_ended = _own()
     return key in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
 
@@ -52,13 +52,13 @@ def is_single(key: str) -> bool:
 
 
 def moved(key: str) -> str:
-    """The key with the section that it has here; itself where that is the same."""
+    """Return the key with its section renamed to ours, if verl's name differs."""
     old = next((section for section in SECTIONS if key.startswith(section)), None)
     return key if old is None or is_own(key) else f"{SECTIONS[old]}{key.removeprefix(old)}"
 
 
 def find(key: str) -> tuple[Mapping[str, Any], Any] | None:
-    """The table and the row of a key; None if it has none, or if it is one of `Config` whatever the value."""
+    """Return the table and the row of a key; None if it has none, or is a key of `Config` for all values."""
     if is_own(key):
         return (VALUES, VALUES[key]) if key in VALUES else None
     for table in TABLES:
@@ -70,23 +70,24 @@ def find(key: str) -> tuple[Mapping[str, Any], Any] | None:
 
 @dataclass
 class SpellingReader:
-    """Reads the keys of one source: a command line, or a YAML file.
+    """Translates the keys of one source: a command line, or a YAML file.
 
-    Given are all its keys with their values, and `below`: what a key of `Config` has before this source is read.
+    `given`: all keys of the source with their values; `below`: returns the value of a key of `Config` before this
+    source.
     """
 
     given: list[tuple[str, Any]]
     below: Look
     lines: list[str] = field(default_factory=list)
-    """What was accepted without a meaning, and what was read as something else, to be said to the user."""
+    """Log lines about ignored and translated keys."""
     _set_by: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _accepted: dict[str, list[str]] = field(default_factory=dict)
     _reading: list[str] = field(default_factory=list)
 
     def read(self, key: str, value: Any) -> dict[str, Any]:
-        """What a key sets, by keys of `Config`; the same where it is none of verl's.
+        """Return what a key sets, by keys of `Config`; keys that are not verl's are returned unchanged.
 
-        Raises ConfigError: it is refused, or a key of `Config` was given in two spellings with different values.
+        Raises ConfigError: the key is rejected, or a key of `Config` gets different values from two spellings.
         """
         here = moved(key)
         found = find(here)
@@ -104,7 +105,7 @@ class SpellingReader:
         return result
 
     def summary(self) -> list[str]:
-        """`lines`, and one for each reason to accept keys without a meaning."""
+        """Return `lines` and a line for each reason why keys have no effect."""
         return [*self.lines, *(f"no effect: {', '.join(keys)} ({reason})" for reason, keys in self._accepted.items())]
 
     def _apply(self, key: str, value: Any, table: Mapping[str, Any], row: Any) -> dict[str, Any]:
@@ -114,14 +115,14 @@ class SpellingReader:
                 return self._read(key, value, row)
             except ValueError as error:
                 raise ConfigError(key, str(error), value) from None
-            except (TypeError, OverflowError):  # a list where a number is wanted, for example
-                raise ConfigError(key, "cannot be a value of this kind", value) from None
+            except (TypeError, OverflowError):  # for example a list instead of a number
+                raise ConfigError(key, "has a value of the wrong type", value) from None
         if table is REFUSED:
             raise ConfigError(key, row, value)
         if table is ONLY:
             values, row = row
             if not any(value == each for each in values) and value not in ([], {}):
-                what = "cannot be had" if values is NOTHING else f"must be {' or '.join(map(str, values))}"
+                what = "is not supported" if values is NOTHING else f"must be {' or '.join(map(str, values))}"
                 raise ConfigError(key, f"{what}: {row}", value)
         self._accepted.setdefault(row, []).append(key)
         return {}
@@ -129,7 +130,7 @@ class SpellingReader:
     def _one_teacher(self, key: str) -> None:
         names = [given.split(".")[2] for given, _ in self.given if given.startswith(TEACHERS)]
         if key.startswith(TEACHERS) and key.split(".")[2] != names[0]:
-            rule = f"there is one teacher in a run, and {TEACHERS}{names[0]} is given too; train with one of them"
+            rule = f"a run has one teacher, but {TEACHERS}{names[0]} is set too; remove one of them"
             raise ConfigError(f"{TEACHERS}{key.split('.')[2]}", rule, show_value=False)
 
     def _look(self, key: str) -> Any:
@@ -146,7 +147,7 @@ class SpellingReader:
         return self.below(key)
 
     def _read(self, key: str, value: Any, row: Read) -> dict[str, Any]:
-        """As the row says, which may look up what the key itself would set: then it finds what others give."""
+        """Apply a row; a key that looks up its own result finds the values of other keys."""
         self._reading.append(key)
         try:
             return row.reading(value, self._look)
@@ -155,22 +156,22 @@ class SpellingReader:
 
 
 def markdown_page() -> str:
-    """The tables as the text of docs/verl.md."""
+    """Return the text of docs/verl.md."""
     read = {**VALUES, **RENAMED}
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
-        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` is anything.", "",
-        "## Sections with another name", "", "| verl | here |", "|---|---|",
+        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` matches anything.", "",
+        "## Renamed sections", "", "| verl | here |", "|---|---|",
         *(f"| `{old}*` | `{new}*` |" for old, new in SECTIONS.items()), "",
-        "## Read as something else", "", "| verl | here | value |", "|---|---|---|",
+        "## Converted", "", "| verl | here | value |", "|---|---|---|",
         *(f"| `{key}` | {_code(row.keys)} | {row.how} |" for key, row in read.items()), "",
-        "## Computed otherwise", "", *COMPUTED, "",
-        "## Accepted without a meaning", "", "| why | verl |", "|---|---|",
+        "## Different computations", "", *COMPUTED, "",
+        "## Accepted without effect", "", "| reason | verl |", "|---|---|",
         *(f"| {reason} | {_code(keys)} |" for reason, keys in ACCEPTED.items()), "",
-        "## Accepted with one value", "", "Any other is refused, with the reason.", "",
+        "## Accepted with certain values", "", "All others are rejected, with the reason.", "",
         "| verl | value | reason |", "|---|---|---|",
         *(f"| `{key}` | {_code(values)} | {reason} |" for key, (values, reason) in ONLY.items()), "",
-        "## Refused", "", "| verl | reason |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in REFUSED.items()),
+        "## Rejected", "", "| verl | reason |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in REFUSED.items()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -182,39 +183,39 @@ def _code(values: tuple[Any, ...]) -> str:
 
 
 INTRODUCTION = """
-A command of verl's `examples/ppo_trainer`, `grpo_trainer` or `on_policy_distillation_trainer`, for a dense language
-model on FSDP, starts with its arguments as they are: `bash run_gkd.sh` stands for `python3 -m verl.trainer.main_ppo`.
+Commands of verl's `examples/ppo_trainer`, `grpo_trainer` and `on_policy_distillation_trainer`, for dense language
+models on FSDP, run with unchanged arguments: `bash run_gkd.sh` replaces `python3 -m verl.trainer.main_ppo`.
 
-- **Where it starts from.** A command that names an advantage estimator (or a critic) takes the recipe `ppo_trainer`:
-  verl's defaults, where they decide what is learned. With a teacher of this program's spelling
-  (`actor_rollout_ref.teacher.*`), or with another `--config-name`, it starts from what that says.
-- **Spelling.** `+` and `++` before a key are allowed and mean nothing. `--config-path` (`-cp`) is a folder from where
-  you are, or else from this program's; `--config-name` (`-cn`) may end in `.yaml`. Your own YAML files may have verl's
-  keys, and a defaults list of names of files with `_self_` among them. Nothing can be deleted with `~`.
-- **What is said.** Each value that is read as something else has a line at the start, and so has each reason for which
-  keys have no effect. `--dry-run` and `config.yaml` show the spelling of this program.
-- **Twice.** If a key is given in two spellings, the values have to agree.
+- **Recipe.** A command with an advantage estimator (or a critic) uses the recipe `ppo_trainer`: those of verl's
+  defaults that affect the learning signal. A teacher in this program's spelling (`actor_rollout_ref.teacher.*`) or
+  another `--config-name` changes the recipe.
+- **Spelling.** `+` and `++` before a key are allowed and have no effect. `--config-path` (`-cp`) is a folder relative
+  to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. Your own YAML files
+  may have verl's keys, and a defaults list of file names with `_self_`. Keys cannot be deleted with `~`.
+- **Log.** Each converted value is logged at the start, and each reason for which keys have no effect. `--dry-run` and
+  `config.yaml` show the spelling of this program.
+- **Duplicates.** If a key is given in two spellings, the values must be equal.
 - **Warm-up.** `optim.lr_warmup_steps` counts training steps in verl, where all mini-batches of a step have one rate,
-  and optimizer steps here. A command of verl (what starts from the recipe `ppo_trainer`) is converted, with a line
-  that says so; in a command with another recipe the number is one of optimizer steps.
-- **Everything else** is in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
-  neither there nor below is refused, with the nearest that there is.
+  and optimizer steps here. In a command of verl (with the recipe `ppo_trainer`) it is converted and logged; with
+  another recipe it is a number of optimizer steps.
+- **All other keys** are in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
+  neither there nor below is rejected, with the closest existing key.
 """.strip().splitlines()
 
 COMPUTED = """
-- `forward_kl_topk` is a sum over the teacher's candidates, which can be negative. verl sets it to 0 in each row where
-  it is, and such a row has no gradient; here it keeps both. `distillation.tail=bucket` is never negative.
-- `k3` (`low_var_kl`) counts 10 at most in verl, and a token beyond has no gradient; here it has one up to a log-ratio
-  of 20 ([losses.md](losses.md)). `algorithm.kl_penalty` has verl's limit.
-- `distillation.distillation_loss_coef` counts beside task rewards only in verl; here it is always a factor of the
-  distillation. Without task rewards another value than 1 scales the gradient, before it is clipped.
-- The modes `seq-mean-*` of `loss_agg_mode` divide by the responses that keep a token. verl divides by all of the
-  mini-batch, those that `rollout_rs` leaves out altogether included.
+- `forward_kl_topk` is a sum over the teacher's candidates, which can be negative. verl sets negative rows to 0, without
+  a gradient; here they keep value and gradient. `distillation.tail=bucket` is never negative.
+- `k3` (`low_var_kl`) is clipped at 10 in verl, without a gradient beyond; here it has one up to a log-ratio of 20
+  ([losses.md](losses.md)). `algorithm.kl_penalty` has verl's limit.
+- `distillation.distillation_loss_coef` only applies with task rewards in verl; here it is always a factor of the
+  distillation. Without task rewards a value other than 1 scales the gradient, before it is clipped.
+- The modes `seq-mean-*` of `loss_agg_mode` divide by the responses that keep a token. verl divides by all responses of
+  the mini-batch, including those excluded by `rollout_rs`.
 - `seq-mean-token-sum-norm` divides by the number of responses and by `loss_scale_factor`, as in verl 0.9; older
-  versions divide by the latter alone, so that their loss is larger by the number of responses.
-- Rewards: `reward.strict` in [rewards.md](rewards.md) says where verl asks for more than the right answer.
+  versions divide only by the latter, so that their loss is larger by the number of responses.
+- Rewards: `reward.strict` in [rewards.md](rewards.md) describes where verl requires more than the right answer.
 """.strip().splitlines()
-"""What the same key computes otherwise."""
+"""Keys with a different computation."""
 
 if __name__ == "__main__":
     print(markdown_page(), end="")

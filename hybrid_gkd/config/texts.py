@@ -1,6 +1,6 @@
-"""A key whose value is a text gets what was typed: 1.10 and not 1.1, no and not False, 12:30 and not 750.
+"""Keep values of text keys as they were typed: 1.10 and not 1.1, no and not False, 12:30 and not 750.
 
-YAML would read these as numbers, booleans and others. Needs no torch.
+YAML would convert these to numbers, booleans and others. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # of OmegaConf, which reads with it
 
-from hybrid_gkd.compat.verl.keys import Read
+from hybrid_gkd.compat.verl.key_tables import Read
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import find, moved
 
 
 class TextLoader(yaml.SafeLoader):
-    """Leaves every value a text that is not null."""
+    """A YAML loader that keeps every value but null as text."""
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [rule for rule in rules if rule[0].rpartition(":")[2] in ("null", "merge")]
@@ -27,7 +27,7 @@ class TextLoader(yaml.SafeLoader):
 
 
 def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of a configuration with its type."""
+    """Yield every key of a configuration with its type."""
     for name, kind in typing.get_type_hints(section).items():
         if dataclasses.is_dataclass(kind):
             yield from _types(kind, f"{prefix}{name}.")
@@ -40,22 +40,22 @@ LISTS = {key for key, kind in _types(Config) if kind == list[str]} | {
     "data.train_files", "data.val_files", "actor_rollout_ref.model.target_modules",
     "actor_rollout_ref.model.exclude_modules",
 }  # fmt: skip
-"""Of texts; some of them may be one text."""
+"""Keys of lists of texts, some of which also accept a single text."""
 
 
 def own_keys_of(key: str) -> set[str]:
-    """What a key sets, as it is spelled here or by verl."""
+    """Return the keys of `Config` that a key sets, in our or verl's spelling."""
     row = (find(moved(key)) or (None, None))[1]
     return set(row.keys) if isinstance(row, Read) else {moved(key)}
 
 
 def is_text(key: str) -> bool:
-    """Whether its value is a text or a list of texts."""
+    """Return whether the value of a key is a text or a list of texts."""
     return own_keys_of(key) <= TEXTS | LISTS
 
 
 def typed(text: str, key: str) -> Any:
-    """The value of a key of texts on a command line, where only quotes, null and brackets are YAML's.
+    """Parse the value of a text key on a command line, where only quotes, brackets and null are YAML.
 
     Raises yaml.YAMLError: a quote or a bracket is not closed.
     """
@@ -67,7 +67,8 @@ def typed(text: str, key: str) -> Any:
 
 
 def keep_typed(tree: Any, text: str, key: str = "") -> Any:
-    """`tree`, which YAML has read from `text`, with what was typed under keys of texts; it stands under `key`."""
+    """Return `tree`, parsed by YAML from `text`, with the values of text keys as typed; `key` is the key of the
+    tree."""
     return _merged(tree, yaml.load(text, TextLoader), key)
 
 

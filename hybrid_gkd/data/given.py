@@ -1,6 +1,6 @@
-"""Given answers: from a column of a table to token ids, and which of them are trained on.
+"""Given completions: read them from a column of a table, tokenize them, and select the trained tokens.
 
-An answer is tokenized apart from its prompt, as the one that the student would write behind the same prompt ids.
+A completion is tokenized separately from its prompt, like one that the student generates for the same prompt ids.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, Any]]
 Span = tuple[int, int]
-"""From a character to before another."""
+"""First character and end of a range of characters."""
 Render = Callable[..., str]
-"""A conversation -> its text; `add_generation_prompt=True` adds what the template has in front of an answer."""
+"""A conversation -> its text; `add_generation_prompt=True` appends the template's beginning of a completion."""
 ANSWER, ASSISTANT, ALL = "answer", "assistant", "all"
-"""data.loss_mask: the assistant's turns of the given answer; all of the assistant's turns; every token."""
+"""Values of data.loss_mask: the assistant's turns of the given completion; all of the assistant's turns; all tokens."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The given answer of a row, before it is tokenized."""
+class GivenCompletion:
+    """The given completion of a row, before it is tokenized."""
 
     messages: Chat
-    """The assistant's turns, perhaps with a tool's or user's between them."""
+    """The assistant's turns, possibly with turns of tools or users between them."""
     excluded: list[Span]
-    """Characters of the text of its only message that are not trained on."""
+    """Character ranges of its only message that are not trained on."""
 
 
 def split_chat(chat: Chat) -> tuple[Chat, Chat]:
-    """Return a conversation up to its last user's message, and what follows if it ends with an assistant's."""
+    """Split a conversation after its last user message; the second part is empty unless it ends with the
+    assistant's."""
     if not chat or chat[-1].get("role") != "assistant":
         return chat, []
     users = [place for place, message in enumerate(chat) if message.get("role") == "user"]
@@ -46,12 +47,14 @@ def split_chat(chat: Chat) -> tuple[Chat, Chat]:
     return chat[:start], chat[start:]
 
 
-def answer_of(value: object, excluded: object, where: str, check: Callable[[object, str], Any]) -> Answer | None:
-    """Return the answer in a cell, None where it has none; a text is one message of the assistant.
+def parse_completion(
+    value: object, excluded: object, where: str, check: Callable[[object, str], Any]
+) -> GivenCompletion | None:
+    """Return the completion in a cell, None for an empty one; a text is one message of the assistant.
 
-    `check` returns a message as it is meant. Raises DataError with `where`.
+    `check` validates a message. Raises DataError with `where`.
     """
-    if value is None or value != value or (isinstance(value, str) and not value.strip()):  # NaN: a number's column
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):  # NaN in a column of numbers
         return None
     chat = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
     if not isinstance(chat, list) or not chat:
@@ -59,13 +62,13 @@ def answer_of(value: object, excluded: object, where: str, check: Callable[[obje
     messages = [check(message, where) for message in chat]
     if not messages[0]["role"] == messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: must begin and end with a message of the assistant; got {short(value)}")
-    return Answer(messages, _spans(excluded, messages, where))
+    return GivenCompletion(messages, _spans(excluded, messages, where))
 
 
 def _spans(value: object, messages: Chat, where: str) -> list[Span]:
     if value is None or value != value:
         return []
-    rule = "the spans that are not trained on must be a list of [start, end) characters of the answer"
+    rule = "excluded spans must be a list of [start, end) characters of the completion"
     size = len(messages[0]["content"] or "") if len(messages) == 1 else 0
     if not isinstance(value, list) or (value and not size):
         raise DataError(f"{where}: {rule}, which must be a single text; got {short(value)}")
@@ -78,32 +81,32 @@ def _spans(value: object, messages: Chat, where: str) -> list[Span]:
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """A tokenized answer."""
+    """A tokenized completion."""
 
     token_ids: list[int]
-    """A."""
+    """A token ids."""
     loss_mask: np.ndarray
-    """bool [P + A], of its P prompt tokens too."""
+    """bool [P + A], trained tokens, including those of the P prompt tokens."""
 
 
-def tokenize_answer(
-    answer: Answer, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase, render: Render | None,
-    mask: str, where: str,
+def tokenize_completion(
+    answer: GivenCompletion, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase,
+    render: Render | None, mask: str, where: str,
 ) -> GivenTokens:
-    """Tokenize an answer behind its prompt.
+    """Tokenize a given completion of a prompt.
 
     Args:
-        prompt_ids: of the whole prompt, as the student gets it.
+        prompt_ids: the whole prompt, as given to the student.
         render: the chat template; None: the tokenizer has none, and a text ends with the end-of-sequence token.
         mask: ANSWER, ASSISTANT or ALL.
 
-    Raises DataError: the template does not write the prompt the same way in front of an answer, or the tokenizer does
-    not say which characters a token is of where that is needed.
+    Raises DataError: the template renders the prompt differently before a completion, or the tokenizer lacks required
+    character offsets.
     """
     content = answer.messages[0].get("content") or ""
     if render is None:
         if len(answer.messages) > 1:
-            raise DataError(f"{where}: the tokenizer has no chat template to tell the roles of several messages")
+            raise DataError(f"{where}: several messages need a chat template, which the tokenizer does not have")
         text, turns = content, [(0, len(content))]
     else:
         text, turns = _rendered(answer, prompt, render, where)
@@ -113,7 +116,7 @@ def tokenize_answer(
     else:
         start = text.find(content)
         if answer.excluded and start < 0:
-            raise DataError(f"{where}: the chat template changes the text, so that no span of it can be left out")
+            raise DataError(f"{where}: the chat template changes the text, so no spans of it can be excluded")
         excluded = [(start + first, start + last) for first, last in answer.excluded]
         trained = encoded.within(turns) & ~encoded.within(excluded)
     ids = encoded.ids
@@ -129,12 +132,12 @@ def tokenize_answer(
     return GivenTokens(ids, np.concatenate([front, trained]))
 
 
-def _rendered(answer: Answer, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
-    """Return the text behind the prompt's, and where the assistant's turns are in it."""
+def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
+    """Return the text after the prompt's, and the ranges of the assistant's turns in it."""
     whole = [*prompt, *answer.messages]
     front, text = render(prompt, add_generation_prompt=True), render(whole)
     if not text.startswith(front):
-        raise _changing(where, front)
+        raise _changing_template_error(where, front)
     if len(answer.messages) == 1:
         return text[len(front) :], [(0, len(text) - len(front))]
     turns = _turns(whole, len(prompt), text, render, where)
@@ -147,25 +150,25 @@ def _prompt_turns(prompt: Chat, render: Render, where: str) -> tuple[str, list[S
 
 
 def _turns(chat: Chat, first: int, text: str, render: Render, where: str) -> Iterator[Span]:
-    """Yield the characters of the assistant's turns of a chat from message `first` on, their end tokens included."""
+    """Yield the character ranges of the assistant's turns from message `first` on, including end tokens."""
     for place, message in itertools.islice(enumerate(chat), first, None):
         if message["role"] == "assistant":
             before, until = render(chat[:place], add_generation_prompt=True), render(chat[: place + 1])
             for part in (before, until):
                 if not text.startswith(part):
-                    raise _changing(where, part)
+                    raise _changing_template_error(where, part)
             yield len(before), len(until)
 
 
-def _changing(where: str, text: str) -> DataError:
+def _changing_template_error(where: str, text: str) -> DataError:
     return DataError(
-        f"{where}: the chat template writes the beginning of the conversation differently when more follows, so that "
-        f"it is not known which tokens are the answer's; alone it is {short(text)}"
+        f"{where}: the chat template renders the beginning of the conversation differently if more messages follow, so "
+        f"the tokens of the completion cannot be identified; without them it is {short(text)}"
     )
 
 
 class Encoded:
-    """A text as token ids, and which characters they are of."""
+    """Token ids of a text, and their character ranges."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, where: str):
         self.where = where
@@ -175,12 +178,12 @@ class Encoded:
         self._offsets = found.offset_mapping if offsets else None
 
     def within(self, spans: list[Span]) -> np.ndarray:
-        """Return for each token whether it has a character in one of the spans, bool [number of tokens].
+        """Return for each token whether it overlaps one of the spans, bool [number of tokens].
 
-        Raises DataError: the tokenizer is not one that knows the characters.
+        Raises DataError: the tokenizer does not provide character offsets.
         """
         if self._offsets is None:
-            raise DataError(f"{self.where}: needs a fast tokenizer, which says which characters a token is of")
+            raise DataError(f"{self.where}: needs a fast tokenizer, which provides character offsets")
         starts, ends = np.array(self._offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, starts + 1)
         found = np.zeros(len(starts), bool)

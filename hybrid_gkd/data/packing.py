@@ -1,8 +1,7 @@
-"""Which sequences a rank trains, and in which micro-batches: a pure function of the sequence lengths.
+"""Assign sequences to ranks and micro-batches, as a pure function of the sequence lengths.
 
-It is deterministic, so that every rank can compute the same plan by itself. The method is the longest-first greedy
-one (Graham 1969): the costliest bin costs at most the mean plus (1 - 1/bins) times the costliest item, and at most
-4/3 of the best possible, wherever no token limit gets in its way.
+The longest-first greedy algorithm (Graham 1969): without token limits the most expensive bin costs at most the mean
+plus (1 - 1/bins) times the most expensive item, and at most 4/3 of the optimum.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import math
 
 
 def attention_cost(hidden_size: int) -> float:
-    """The cost of a sequence of n tokens is n + attention_cost * n^2, in tokens of a very short sequence.
+    """Return c for the cost n + c n^2 of a sequence of n tokens, in tokens of a very short sequence.
 
-    A block of 12 D^2 weights does 24 D^2 operations per token and 2 D n^2 in causal attention: n^2 / (12 D), twice
-    of which for attention kernels that run at about half the rate of matrix products.
+    A block of 12 D^2 weights needs 24 D^2 operations per token and 2 D n^2 for causal attention: n^2 / (12 D), doubled
+    since attention kernels reach about half the rate of matrix products.
     """
     return 1 / (6 * hidden_size)
 
@@ -23,16 +22,16 @@ def plan_micro_batches(
     lengths: list[int], num_ranks: int, max_tokens: int | None, max_sequences: int | None, balance: bool,
     attention_cost: float = 0.0,
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches of sequence indexes, the same number of micro-batches on each rank.
+    """Return for each rank its micro-batches of sequence indices, with the same number of micro-batches on each rank.
 
-    An empty micro-batch still takes part in every collective of the step. A rank has at most twice as many
-    micro-batches as its tokens need, and begins with the costliest, so that ranks that wait for each other in
-    every collective do about the same work. One without sequences is left only if there are fewer than ranks.
+    An empty micro-batch still takes part in all collectives of the step; they occur only with fewer sequences than
+    ranks. A rank has at most twice as many micro-batches as its tokens need, and begins with the most expensive one, so
+    that ranks do about the same work between collectives.
 
     Args:
         lengths: tokens of each sequence.
-        max_tokens, max_sequences: of a micro-batch; None is no limit.
-        balance: even out the cost of the ranks; without it rank r gets the r-th contiguous slice.
+        max_tokens, max_sequences: limits of a micro-batch; None: no limit.
+        balance: balance the cost of the ranks; False: rank r gets the r-th contiguous slice.
 
     Raises:
         ValueError: a sequence is longer than `max_tokens`, or `max_sequences` is below 1.
@@ -52,7 +51,7 @@ def plan_micro_batches(
     needed = [max(sum(lengths[i] for i in share) / limits[0], len(share) / limits[1]) for share in shares]
     num_bins = max(1, math.ceil(max(needed)))
     plan: list[list[list[int]] | None] = [None]
-    while None in plan:  # ends: with a bin per sequence everything fits
+    while None in plan:  # terminates: with a bin per sequence everything fits
         plan = [_fill(share, lengths, costs, num_bins, *limits) for share in shares]
         num_bins += 1
     return [sorted(bins or [], key=lambda members: -sum(costs[i] for i in members)) for bins in plan]
@@ -61,7 +60,7 @@ def plan_micro_batches(
 def _fill(
     items: list[int], lengths: list[int], costs: list[float], num_bins: int, max_tokens: float, max_items: float
 ) -> list[list[int]] | None:
-    """Costliest first into the cheapest bin that has room; None if one has no room anywhere."""
+    """Put the most expensive items first into the cheapest bin with room; None if an item fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
     loads = [(0.0, 0, b) for b in range(num_bins)]  # cost, number of items, bin

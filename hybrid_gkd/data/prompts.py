@@ -1,7 +1,6 @@
-"""Prompts from tables to token ids, with every row checked before training starts.
+"""Read prompts from tables, check every row before training starts, and tokenize them.
 
-Messages name the configuration key, the entry, the row (1-based) and the value. Answers are read where a column with
-them is named; everywhere else the student writes its own.
+Messages name the configuration key, the entry, the row (1-based) and the value.
 """
 
 from __future__ import annotations
@@ -17,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.data.given import ANSWER, Answer, GivenTokens, answer_of, split_chat, tokenize_answer
+from hybrid_gkd.data.given import (
+    ANSWER,
+    GivenCompletion,
+    GivenTokens,
+    parse_completion,
+    split_chat,
+    tokenize_completion,
+)
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.models.tokenizer import encode_open
@@ -31,8 +37,8 @@ logger = logging.getLogger(__name__)
 Chat = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 DATA_SOURCE, EXTRA_INFO, TOOLS = "data_source", "extra_info", "tools"
-"""Columns that rows may have: where they are from (unless `data.reward_fn_key` names another), anything else that a
-reward function of the user's own wants to know, and the functions that the chat template describes to the model."""
+"""Optional columns: the data source (unless `data.reward_fn_key` names another one), further values for custom reward
+functions, and tools for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +46,24 @@ class Rows:
     """The checked rows of one table."""
 
     where: str
-    """What a message about them begins with: the configuration key and the name of the table."""
+    """Beginning of messages about the rows: configuration key and table name."""
     name: str
-    """Of the table, as in the configuration."""
+    """Name of the table in the configuration."""
     messages: list[Chat]
     tools: list[Tools]
     answers: list[str | None]
-    """None where no column is asked for."""
+    """Ground truths; None without an answer column."""
     data_sources: list[str | None]
     extra_infos: list[dict[str, Any] | None]
-    given: list[Answer | None]
-    """The answers that there are; None where the student writes one."""
+    given: list[GivenCompletion | None]
+    """Given completions; None if the student generates one."""
     weight: float
-    """The share of them that an epoch takes."""
+    """Fraction of the rows in an epoch."""
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Names of the columns that are read, as `read_rows` takes them."""
+    """Names of the columns to read, as `read_rows` takes them."""
 
     prompt: str
     answer: str | None
@@ -72,27 +78,27 @@ def read_rows(
     data_source_key: str = DATA_SOURCE, extra_info: bool = False, response_key: str | None = None,
     excluded_spans_key: str | None = None, weights: list[float] | None = None,
 ) -> list[Rows]:  # fmt: skip
-    """Read every table that the configuration key names: files, patterns, folders and hub data sets.
+    """Read all tables of a configuration key: files, patterns, folders and hub data sets.
 
     Args:
-        entries: what the key has.
+        entries: value of the key.
         key: the configuration key, for messages.
         prompt_key: column of a string (one user message) or a list of chat messages.
-        answer_key: column of the ground truth, perhaps dotted (`reward_model.ground_truth`); None reads none.
-        data_source_key: column of where a row is from.
-        extra_info: whether the column of that name is read too, where a table has it.
-        response_key: column of given answers; tables without it have none. Where it is that of the prompt, they are its
-            last messages of the assistant.
-        excluded_spans_key: column of the characters of given answers that are not trained on.
-        weights: one for each entry; None: 1.
+        answer_key: column of the ground truth, possibly dotted (`reward_model.ground_truth`); None reads none.
+        data_source_key: column of the data set's name.
+        extra_info: True to read the column of that name, if a table has it.
+        response_key: column of given completions; tables without it have none. With the prompt's column: its last
+            messages of the assistant.
+        excluded_spans_key: column of the character ranges of given completions that are not trained on.
+        weights: of each entry; None: 1.
 
     Raises:
-        DataError: whatever the user has to repair, for several tables together.
+        DataError: errors in the data, of several tables together.
     """
     columns = _Columns(prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key)
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
-    # All of them first: a long download must not delay the message.
+    # Resolve all entries first: a long download must not delay an error.
     sources = call_all(functools.partial(find_sources, [entry], key) for entry in entries)
     return call_all(
         functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns, weight)
@@ -106,11 +112,11 @@ def make_prompts(
     filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
     keep_messages: bool = False, max_response_length: int = 0, loss_mask: str = ANSWER,
 ) -> list[Task]:
-    """Every row as a Task, in order. `Task.index` counts the rows of all tables, the left-out ones included.
+    """Return every row as a Task, in order. `Task.index` counts the rows of all tables, skipped ones included.
 
-    With `teacher_template` a prompt has to fit behind both chat templates. A given answer has to fit into
-    `max_response_length` by the same rules as a prompt into its limit, and is cut at its end; `loss_mask` is that of
-    given.py. Raises DataError for a row that a chat template refuses, and for what is too long.
+    With `teacher_template` a prompt must fit in both chat templates. A given completion must fit into
+    `max_response_length` by the same rules as a prompt into its limit, and is truncated at its end; `loss_mask` is that
+    of given.py. Raises DataError for rows that a chat template rejects, and for too long ones.
     """
     prompts, problems, num_rows = list[Task](), list[DataError](), 0
     fit = functools.partial(_fitted, truncation=truncation, limit=max_response_length)
@@ -129,7 +135,7 @@ def make_prompts(
             if found:
                 problems += found
                 continue
-        _warn_of_ended(all_ids, tokenizer, table.where)
+        _warn_about_ended(all_ids, tokenizer, table.where)
         for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             fits = length <= max_prompt_length and answer_lengths[row] <= max_response_length
             if fits or not filter_overlong_prompts:
@@ -146,16 +152,16 @@ def make_prompts(
         unused = [prompt for prompt in prompts if prompt.loss_mask is not None and not prompt.loss_mask.any()]
         if unused:
             row = unused[0].row - num_rows
-            problems.append(DataError(f"{table.where}, row {row}: no token of the given answer is trained on"))
+            problems.append(DataError(f"{table.where}, row {row}: no token of the given completion is trained on"))
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
     if any(any(table.given) for table in tables):
-        limit += f", or their given answers than data.max_response_length={max_response_length}"
+        limit += f", or their given completions than data.max_response_length={max_response_length}"
     if len(prompts) < num_rows:
-        logger.warning("%s: left out %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
+        logger.warning("%s: skipped %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
     if not prompts:
-        rule = "data.filter_overlong_prompts=true leaves them out"
+        rule = "data.filter_overlong_prompts=true skips them"
         raise DataError(f"{key}: all {num_rows} prompts are {limit} and {rule}")
     return prompts
 
@@ -169,10 +175,10 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
     if names and columns.prompt not in names:
         raise DataError(f"{where}: no column {columns.prompt!r} (data.prompt_key); its columns are: {listed}")
     if not rows:
-        raise DataError(f"{where}: holds no rows")
+        raise DataError(f"{where}: has no rows")
     if columns.data_source not in (*names, DATA_SOURCE):
         raise DataError(f"{where}: no column {columns.data_source!r} (data.reward_fn_key); its columns are: {listed}")
-    chats, given = list[Chat](), list[Answer | None]()
+    chats, given = list[Chat](), list[GivenCompletion | None]()
     for row, values in enumerate(rows, 1):
         chat, answer = _chat_and_answer(values, columns, f"{where}, row {row}, column ")
         chats.append(chat)
@@ -184,8 +190,8 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
     return Rows(where, source.name, chats, tools, answers, sources, infos, given, weight)
 
 
-def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> tuple[Chat, Answer | None]:
-    """Return a row's prompt, and its answer where one is given; `where` lacks the name of the column."""
+def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
+    """Return a row's prompt, and its given completion if there is one; `where` lacks the column name."""
     prompt, of_prompt = values.get(columns.prompt), f"{where}{columns.prompt!r}"
     if columns.response is None:
         return _check_messages(prompt, of_prompt), None
@@ -193,7 +199,7 @@ def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> t
     if columns.response == columns.prompt and isinstance(prompt, list):
         prompt, response = split_chat(prompt)
     spans = None if columns.excluded_spans is None else values.get(columns.excluded_spans)
-    answer = answer_of(response or None, spans, f"{where}{columns.response!r}", _check_message)
+    answer = parse_completion(response or None, spans, f"{where}{columns.response!r}", _check_message)
     return _check_messages(prompt, of_prompt), answer
 
 
@@ -212,7 +218,7 @@ def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | Non
 
 
 def _optional(rows: list[dict[str, Any]], column: str, kind: type, rule: str, where: str) -> list[Any]:
-    """The values of a column that a row may do without."""
+    """Return the values of an optional column."""
     found = [values.get(column) for values in rows]
     for row, value in enumerate(found, 1):
         if value is not None and not isinstance(value, kind):
@@ -226,17 +232,17 @@ def _check_messages(value: object, where: str) -> Chat:
         raise DataError(f"{where}: must be a text or a list of chat messages; got {short(value)}")
     result = [_check_message(message, where) for message in messages]
     if result[-1]["role"] == "assistant":
-        raise DataError(f"{where}: must not end with an answer, which the student is to write; got {short(result[-1])}")
+        raise DataError(f"{where}: must not end with a message of the assistant; got {short(result[-1])}")
     if not _user_text(result).strip():
         raise DataError(f"{where}: the prompt is empty; got {short(value)}")
     return result
 
 
 def _check_message(message: object, where: str) -> dict[str, Any]:
-    """With all that it has beside role and content, for the chat template; beside tool_calls content may be null."""
+    """Return a message with all of its fields, for the chat template; content may be null with tool_calls."""
     found = _without_nulls(message)
     if isinstance(found, dict) and found.get("role") == "assistant" and found.get("tool_calls"):
-        found = {"content": None} | found  # there are templates that ask whether it is null
+        found = {"content": None} | found  # some templates test whether it is null
         whole = isinstance(found["content"], str | None)
     else:
         whole = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("role", "content"))
@@ -246,7 +252,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
 
 
 def _tools(value: object, where: str) -> Tools:
-    """A list of objects, or such a list as JSON, which columns of a table with one type hold."""
+    """Parse a list of objects, or its JSON text, which tables with a fixed column type use."""
     found: Any = value
     if isinstance(value, str) and value.strip():
         with contextlib.suppress(json.JSONDecodeError):
@@ -257,7 +263,7 @@ def _tools(value: object, where: str) -> Tools:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without fields that are null, at any depth: Arrow's structs have them for what other rows have."""
+    """Remove null fields at any depth; Arrow's structs have null for fields of other rows."""
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     if isinstance(value, dict):
@@ -266,7 +272,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _user_text(messages: Chat) -> str:
-    """The last user message, or the last message where no user speaks."""
+    """Return the last user message, or the last message if there is none."""
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
 
 
@@ -276,17 +282,20 @@ def _answer(value: object, path: list[str], where: str) -> str:
             raise DataError(f"{where}: no field {name!r}; got {short(value)}")
         value = value[name]
     text = str(value).strip() if isinstance(value, str | int | float) else ""
-    if not text or value != value:  # an empty cell; NaN where a table has no number
+    if not text or value != value:  # an empty cell; NaN for a missing number
         raise DataError(f"{where}: must be a text that is not empty or a number; got {short(value)}")
     return str(value)
 
 
 def plain_text(chat: Chat, tools: Tools, who: str) -> str:
-    """The text of a chat for a tokenizer without a chat template. Raises DataError: more than one user's message."""
+    """Return the text of a chat for a tokenizer without a chat template.
+
+    Raises DataError unless it is one user message.
+    """
     if [message["role"] for message in chat] != ["user"]:
-        raise DataError(f"{who} has no chat template to tell the roles, which would be lost; got {short(chat)}")
+        raise DataError(f"{who} has no chat template, which a conversation with roles needs; got {short(chat)}")
     if tools:
-        raise DataError(f"{who} has no chat template to describe the tools, which would be lost; got {short(tools)}")
+        raise DataError(f"{who} has no chat template, which tools need; got {short(tools)}")
     return str(chat[0]["content"])
 
 
@@ -294,7 +303,7 @@ def tokenize_chats(
     messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
     template: str | None = None, tools: list[Tools] | None = None,
 ) -> list[list[int]]:
-    """Token ids of each conversation, behind another chat template than the tokenizer's if one is given."""
+    """Return token ids of each conversation; `template` replaces the tokenizer's chat template."""
     tools = tools or [None] * len(messages)
     if not template and not tokenizer.chat_template:
         places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
@@ -304,7 +313,7 @@ def tokenize_chats(
         render = _renderer(tokenizer, options, f"{where}, row {row}", template)
         text = render(conversation, tools=own, add_generation_prompt=True)
         if own and not any(tools[: row - 1]) and text == render(conversation, add_generation_prompt=True):
-            logger.warning("%s, row %d: the chat template says nothing of the column %r", where, row, TOOLS)
+            logger.warning("%s, row %d: the chat template ignores the column %r", where, row, TOOLS)
         texts.append(text)
     return tokenizer(texts, add_special_tokens=False).input_ids
 
@@ -312,7 +321,7 @@ def tokenize_chats(
 def _renderer(
     tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str, template: str | None = None
 ) -> Callable[..., str]:
-    """Return a conversation's text behind a chat template as a function. That raises DataError: it is refused."""
+    """Return a function that renders a conversation with a chat template, and raises DataError if that fails."""
 
     def render(conversation: Chat, *, tools: Tools = None, add_generation_prompt: bool = False) -> str:
         try:
@@ -320,9 +329,9 @@ def _renderer(
                 conversation, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt,
                 **options | ({"tools": tools} if tools else {}),
             )  # fmt: skip
-        # A template is a program of the model's maker; it refuses roles or their order with errors of its own.
+        # A template is a program by the model's author with its own errors, for example for the order of roles.
         except Exception as error:
-            reason = f"the chat template refuses it: {error}; got {short(conversation)}"
+            reason = f"the chat template rejects it: {error}; got {short(conversation)}"
             raise DataError(f"{where}: {reason}") from error
         return str(text)
 
@@ -332,25 +341,25 @@ def _renderer(
 def _given_tokens(
     table: Rows, all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], loss_mask: str
 ) -> list[GivenTokens | None]:
-    """Tokenize the given answers of a table behind their prompts."""
+    """Tokenize the given completions of a table."""
     found = list[GivenTokens | None]()
     for row, (answer, prompt_ids) in enumerate(zip(table.given, all_ids, strict=True)):
         where = f"{table.where}, row {row + 1}"
         render = functools.partial(_renderer(tokenizer, options, where), tools=table.tools[row])
-        found.append(None if answer is None else tokenize_answer(
+        found.append(None if answer is None else tokenize_completion(
             answer, table.messages[row], prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
             render=render if tokenizer.chat_template else None,
         ))  # fmt: skip
     return found
 
 
-def _warn_of_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Say how many prompts end as an answer does, so that there seems to be nothing left to write."""
+def _warn_about_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Warn of prompts that end with the end-of-sequence token."""
     ended = [row for row, ids in enumerate(all_ids, 1) if ids[-1:] == [tokenizer.eos_token_id]]
     if ended:
         logger.warning(
-            "%s: %d of %d prompts end with the end-of-sequence token %r, row %d first: the text or the chat template "
-            "has it there, and a model may take it for the end of the answer",
+            "%s: %d of %d prompts end with the end-of-sequence token %r, first row %d; it comes from the text or the "
+            "chat template, and a model may generate nothing after it",
             where, len(ended), len(all_ids), tokenizer.eos_token, ended[0],
         )  # fmt: skip
 
@@ -364,7 +373,7 @@ def _truncate(ids: list[int], limit: int, truncation: str) -> np.ndarray:
 
 
 def _fitted(answer: GivenTokens, own: int, kept: int, *, truncation: str, limit: int) -> dict[str, np.ndarray]:
-    """Fields of a task for an answer of at most `limit` tokens, whose prompt has `kept` of `own` tokens left."""
+    """Return task fields for a completion of at most `limit` tokens whose prompt has `kept` of `own` tokens left."""
     ids, mask = np.asarray(answer.token_ids[:limit], np.int32), answer.loss_mask
     front = _truncate(mask[:own].tolist(), kept, truncation).astype(bool)
     front[:1] = False  # nothing predicts the first token
@@ -372,11 +381,11 @@ def _fitted(answer: GivenTokens, own: int, kept: int, *, truncation: str, limit:
 
 
 def _too_long(what: str, lengths: list[int], limit: int, where: str) -> DataError:
-    """Names the first prompt or response above the limit, and how many there are."""
+    """Return an error naming the first prompt or response above the limit, and their number."""
     row, length = next((row, length) for row, length in enumerate(lengths, 1) if length > limit)
     number = sum(length > limit for length in lengths)
     return DataError(
         f"{where}, row {row}: the {what} has {length} tokens, the limit is data.max_{what}_length={limit}; raise it, "
-        "set data.filter_overlong_prompts=true to leave such rows out, or data.truncation to left, right or middle "
+        "set data.filter_overlong_prompts=true to skip such rows, or data.truncation to left, right or middle "
         f"({number} of {len(lengths)} {what}s are longer, the longest has {max(lengths)} tokens)"
     )

@@ -1,4 +1,4 @@
-"""Which prompts a batch has: a function of its number alone, so that a resumed run continues exactly."""
+"""Prompts of a batch, as a function of its number, so that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from hybrid_gkd.errors import DataError
 
 
 class PromptSampler:
-    """Batches of prompt indexes.
+    """Batches of prompt indices.
 
-    An epoch is one permutation drawn from (seed, epoch). Epochs follow each other without a gap: the prompts that are
-    left over at the end of one begin the first batch of the next, which then takes others than these to fill it.
-
-    Prompts may be in parts, of which an epoch takes a share each: an epoch is then a permutation of what is next in
-    each part, whose own order is made in the same way.
+    An epoch is one permutation drawn from (seed, epoch). Prompts left over at the end of an epoch begin the first batch
+    of the next one, which is filled with other prompts. If prompts are in parts with a weight each, an epoch is a
+    permutation of the next prompts of each part, whose own order is drawn in the same way.
     """
 
     def __init__(
         self, parts: int | Sequence[tuple[int, float]], batch_size: int, shuffle: bool, seed: int,
         key: str = "data.train_batch_size",
     ):  # fmt: skip
-        """`parts`: the number of prompts, or the numbers and shares of parts of them, shares from above 0 to 1.
+        """Draw the first epoch.
 
-        `key` of the configuration sets the batch size. Raises DataError: an epoch has fewer prompts.
+        `parts`: the number of prompts, or numbers and fractions per epoch of parts of them, above 0 and at most 1.
+        `key`: configuration key of the batch size. Raises DataError: an epoch has fewer prompts.
         """
         parts = [(parts, 1.0)] if isinstance(parts, int) else list(parts)
         taken = [max(1, round(number * share)) for number, share in parts]
@@ -37,7 +36,7 @@ class PromptSampler:
         self.shuffle = shuffle
         self.seed = seed
         self._parts: list[tuple[int, PromptSampler]] = []
-        """Index of the first prompt of each part, and its order, whose batches are what an epoch takes."""
+        """Index of the first prompt of each part, and the part's sampler, whose batches are those of epochs."""
         if any(share != 1 for _, share in parts):
             starts = np.cumsum([0, *(number for number, _ in parts)]).tolist()
             self._parts = [
@@ -45,14 +44,15 @@ class PromptSampler:
                 for place, (start, (number, _), count) in enumerate(zip(starts[:-1], parts, taken, strict=True))
             ]
         self._epoch, self._order = 0, self._draw(0)
-        """The latest epoch that was asked for, and its order."""
+        """Latest requested epoch, and its order."""
 
     def num_steps(self, epochs: int) -> tuple[int, int]:
-        """Full batches in so many epochs, and the prompts left over behind them."""
+        """Return the full batches of the given epochs, and the number of prompts left over."""
         return divmod(epochs * self.num_prompts, self.batch_size)
 
     def batch(self, number: int) -> tuple[int, np.ndarray]:
-        """Epoch (0-based) of its first prompt, and int64 [batch_size] prompt indexes of a batch (1-based)."""
+        """Return the epoch (0-based) of the first prompt, and int64 [batch_size] prompt indices, of a batch
+        (1-based)."""
         assert number >= 1, number
         epoch, start = divmod((number - 1) * self.batch_size, self.num_prompts)
         found = self._order_of(epoch)[start : start + self.batch_size]
@@ -62,7 +62,7 @@ class PromptSampler:
         return epoch, found
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """An epoch's order follows from the one before it."""
+        """Return an epoch's order, computed from the one before it."""
         if epoch < self._epoch:
             self._epoch, self._order = 0, self._draw(0)
         while self._epoch < epoch:
@@ -72,7 +72,7 @@ class PromptSampler:
         return self._order
 
     def _after(self, left: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """`order` behind the prompts `left` of the epoch before: they are not in what fills their batch."""
+        """Return `order`, reordered such that the batch begun by prompts `left` of the last epoch has no duplicates."""
         if not len(left):
             return order
         fresh = np.flatnonzero(~np.isin(order, left))[: self.batch_size - len(left)]

@@ -1,7 +1,7 @@
-"""Tables of rows from what data.train_files may name: files, patterns, folders, hub data sets.
+"""Read tables from the entries of data.train_files: files, patterns, folders, hub data sets.
 
-Text files are read with the standard library, which keeps every value as it is written. Messages name the
-configuration key, the entry, the row (1-based) and the value.
+Text files are read with the standard library, which keeps values as written. Messages name the configuration key, the
+entry, the row (1-based) and the value.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import DataError, call_all
-from hybrid_gkd.runtime.hub import look_at_hub
+from hybrid_gkd.runtime.hub import check_hub
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-"""Suffix behind that of a text file -> pyarrow's name of the codec."""
+"""Suffix after that of a text file -> pyarrow's name of the codec."""
 OTHER_SUFFIXES = {".zip", ".bz2", ".xz", ".tsv", ".txt", ".arrow"}
-"""Not read, but a name that ends so is a file and not a data set on the hub."""
+"""Suffixes of unsupported files, whose names are not hub data sets."""
 HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` of the datasets library leaves in the folder of a data set, of a dictionary of splits."""
+"""Files that `save_to_disk` of the datasets library writes for a data set, and for a dictionary of splits."""
 Table = tuple[list[str], list[dict[str, Any]]]
-"""The names of all columns, and every row with the wanted ones."""
+"""Names of all columns, and rows with the requested columns."""
 
 
 class EveryColumn:
-    """Contains any name: the wanted columns where all are wanted."""
+    """Container of all names, to request all columns."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -45,17 +45,17 @@ class EveryColumn:
 
 @dataclass(frozen=True)
 class Source:
-    """One table that can be read."""
+    """A table that can be read."""
 
     name: str
     read: Callable[[str, Container[str]], Table]
-    """Takes what messages begin with, and the names of the wanted columns."""
+    """Function of the beginning of messages, and the names of the requested columns."""
 
 
 def find_sources(entries: list[str], key: str) -> list[Source]:
-    """What the entries of the configuration key name, patterns in the order of the names that they match.
+    """Return the tables of the entries of a configuration key; patterns in the order of matching names.
 
-    Nothing is read and nothing downloaded. Raises DataError for each entry that leads nowhere.
+    Reads and downloads nothing. Raises DataError for each entry that does not exist.
     """
     return list(itertools.chain(*call_all(functools.partial(_find, entry, key) for entry in entries)))
 
@@ -84,7 +84,7 @@ def _find(entry: str, key: str) -> list[Source]:
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Names of tables without suffixes, and with no more of their path than tells them apart."""
+    """Return table names without suffixes, and with as many path components as needed to be distinct."""
     suffixes = tuple(COMPRESSED) + SUFFIXES
     paths = []
     for name in names:
@@ -107,7 +107,7 @@ def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[s
     codec = COMPRESSED.get(path.suffix.lower())
     suffix = Path(path.stem if codec else path.name).suffix.lower()
     if suffix not in SUFFIXES or (codec and suffix == ".parquet"):
-        endings = f"{', '.join(SUFFIXES)}, or {' or '.join(COMPRESSED)} behind that of a text file"
+        endings = f"{', '.join(SUFFIXES)}, or {' or '.join(COMPRESSED)} after that of a text file"
         raise DataError(f"{key}: must end in one of {endings}; got {entry!r}")
     if suffix == ".parquet":
         return lambda where, wanted: _read_parquet(path, wanted)
@@ -116,14 +116,14 @@ def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[s
 
 
 def _folder_reader(folder: Path, split: str | None) -> Callable[[str, Container[str]], Table]:
-    """A folder of `save_to_disk`, or one with files whose format and splits the datasets library finds."""
+    """Return a reader of a folder of `save_to_disk`, or of files in a layout that the datasets library detects."""
     if (folder / SAVED).is_file() or (folder / SAVED_SPLITS).is_file():
         return lambda where, wanted: _read_saved(folder, split, where, wanted)
     return _library_reader(str(folder), None, split or "train")
 
 
 def read_table(source: Source, where: str, wanted: Container[str]) -> Table:
-    """Raises DataError, whatever the reason is that it cannot be read."""
+    """Read a table. Raises DataError if it cannot be read, for any reason."""
     try:
         return source.read(where, wanted)
     except DataError:
@@ -162,7 +162,7 @@ def _text(path: Path, codec: str | None, where: str) -> str:
 
 
 def _read_json(text: str, where: str, wanted: Container[str]) -> Table:
-    """Rows from one object per line, or from one list of objects, or from one object on several lines."""
+    """Parse rows from one object per line, from one list of objects, or from one object on several lines."""
     values: Iterable[Any]
     try:
         whole = json.loads(text)
@@ -183,12 +183,12 @@ def _read_json(text: str, where: str, wanted: Container[str]) -> Table:
             json.dumps(rows[-1], ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             bad = error.object[max(0, error.start - 20) : error.end]
-            raise DataError(f"{where}, row {row}: must not hold half of a surrogate pair; got {short(bad)}") from error
+            raise DataError(f"{where}, row {row}: must not have half of a surrogate pair; got {short(bad)}") from error
     return list(names), rows
 
 
 def _json_object(line: str, where: str) -> Any:
-    """The object that `line` holds, or `line` itself if it holds none."""
+    """Return the JSON object of `line`, or `line` itself if it is not an object."""
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -205,7 +205,7 @@ def _json_object(line: str, where: str) -> Any:
 
 def _read_csv(text: str, where: str, wanted: Container[str]) -> Table:
     csv.field_size_limit(sys.maxsize)  # a long prompt may exceed the default, 128 KiB
-    # Strict: else a quote that is never closed would take the rest of the file as one field.
+    # Strict: else an unclosed quote would make the rest of the file one field.
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     lines = (fields for fields in reader if fields and not (len(fields) == 1 and fields[0].isspace()))
     header: list[str] = []
@@ -225,11 +225,11 @@ def _read_csv(text: str, where: str, wanted: Container[str]) -> Table:
 
 
 def _library_reader(name: str, config: str | None, split: str) -> Callable[[str, Container[str]], Table]:
-    """A hub data set, or a folder, as the datasets library reads it."""
+    """Return a reader of a hub data set, or of a folder, by the datasets library."""
 
     def read(where: str, wanted: Container[str]) -> Table:
         if not os.path.isdir(name):
-            look_at_hub()
+            check_hub()
         import datasets
 
         return _read_dataset(lambda: datasets.load_dataset(name, config, split=split), wanted)
@@ -238,7 +238,7 @@ def _library_reader(name: str, config: str | None, split: str) -> Callable[[str,
 
 
 def _read_saved(folder: Path, split: str | None, where: str, wanted: Container[str]) -> Table:
-    """What `save_to_disk` wrote; of several splits the one that is asked for, `train` or the only one."""
+    """Read a folder of `save_to_disk`: of several splits the requested one, `train`, or the only one."""
     import datasets
 
     splits = (
@@ -249,15 +249,15 @@ def _read_saved(folder: Path, split: str | None, where: str, wanted: Container[s
     if splits:
         split = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
         if split is None or split not in splits:
-            raise DataError(f"{where}: its splits are {', '.join(splits)}; name one of them behind a colon")
+            raise DataError(f"{where}: its splits are {', '.join(splits)}; append one of them after a colon")
         folder = folder / split
     elif split is not None:
-        raise DataError(f"{where}: the folder holds one data set without splits, not {split!r}")
+        raise DataError(f"{where}: the folder has one data set without splits, not {split!r}")
     return _read_dataset(lambda: datasets.load_from_disk(str(folder)), wanted)
 
 
 def _read_dataset(load: Callable[[], Any], wanted: Container[str]) -> Table:
-    """Without progress bars, and without log lines about an error that is raised anyway."""
+    """Load a data set without progress bars, and without log lines about errors, which are raised."""
     import datasets
 
     verbosity, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()

@@ -1,1 +1,1 @@
-"""The models and data of the recipes that need none of the user's."""
+"""Models and data of the demo recipes, which need no input of the user."""

@@ -10,13 +10,13 @@ from hybrid_gkd.errors import HybridGKDError
 
 
 def main() -> int:
-    """Build what the command line asks for; the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.demo", description="Build a demo's models and data.")
     parser.add_argument("demo", nargs="?", choices=(*sorting.RECIPES, "gpu_demo"), default="sorting")
-    parser.add_argument("--out", help="folder to build (default: one in the user's cache)")
+    parser.add_argument("--out", help="folder to build (default: in the user's cache)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="build again even if the demo is there")
-    parser.add_argument("--device", choices=tuple(gpu_demo.RECIPES), help="of gpu_demo; on cpu it is small")
+    parser.add_argument("--force", action="store_true", help="rebuild an existing demo")
+    parser.add_argument("--device", choices=tuple(gpu_demo.RECIPES), help="device of gpu_demo; small models on cpu")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.device and args.demo != "gpu_demo":

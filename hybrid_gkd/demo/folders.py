@@ -1,4 +1,4 @@
-"""Folders of made models and data: where they are, built once, never half a one. Needs no torch."""
+"""Folders of demo models and data: paths, and atomic builds. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPaths:
-    """Where the parts of a built demo are."""
+    """Paths of a built demo."""
 
     root: Path
     teacher: Path
@@ -42,22 +42,21 @@ class DemoPaths:
 
 
 def recipe_key(recipe: Any, seed: int) -> str:
-    """Short hash of a recipe (a dataclass) and the seed."""
+    """Return a short hash of a recipe (a dataclass) and the seed."""
     return hashlib.sha256(json.dumps([asdict(recipe), seed], sort_keys=True).encode()).hexdigest()[:10]
 
 
 def cached_folder(name: str) -> Path:
-    """A folder in the user's cache."""
+    """Return a folder in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "hybrid_gkd" / name
 
 
 def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force: bool = False) -> DemoPaths:
-    """Let `fill` build a demo, its manifest with `key` in it, or return the one already there; `force` builds anew.
+    """Let `fill` build a demo whose manifest has `key`, or return the existing one; `force` rebuilds it.
 
-    It is built in a temporary folder beside the final one and renamed, so an interrupted build is never
-    used. Of two builds at once, both are complete and one is kept. A folder that holds anything else than
-    a demo is refused, never overwritten: ConfigError.
+    It is built in a temporary folder and renamed, so that an interrupted build is never used. Of two concurrent builds
+    one is kept. Raises ConfigError for a folder with other contents, which is never overwritten.
     """
     if is_complete(root, key) and not force:
         return DemoPaths.under(root)
@@ -74,37 +73,38 @@ def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force
 
 
 def teacher_accuracy(paths: DemoPaths) -> float:
-    """Held-out greedy accuracy of the teacher, measured when the demo was built."""
+    """Return the teacher's held-out greedy accuracy, measured when the demo was built."""
     return json.loads(paths.manifest.read_text(encoding="utf-8"))["teacher"]["held_out_accuracy"]
 
 
 def write_rows(file: Path, rows: list[Row]) -> None:
-    """JSON, one object a line."""
+    """Write rows as JSON, one object per line."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def manifest_key(root: Path) -> str | None:
-    """Key of the recipe and seed of a built demo; None where there is none."""
+    """Return the key of a built demo's recipe and seed; None without one."""
     try:
         return json.loads(DemoPaths.under(root).manifest.read_text(encoding="utf-8"))["key"]
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or somebody else's file
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or a foreign file
         return None
 
 
 def is_complete(root: Path, key: str) -> bool:
-    """Whether the demo of this recipe and seed is there."""
+    """Return whether the demo of this recipe and seed exists."""
     return manifest_key(root) == key and all(path.exists() for path in asdict(DemoPaths.under(root)).values())
 
 
 def _check_replaceable(root: Path, key: str, force: bool) -> None:
-    """Only an absent or empty folder, a broken copy of the same demo, or (with force) another demo may be replaced."""
+    """Raise ConfigError unless the folder is absent, empty, a broken copy of the same demo, or (with force) another
+    demo."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return
     found = manifest_key(root)
     if found is None:
-        raise ConfigError("--out", "must be an absent or empty folder, or one that holds a demo", str(root))
+        raise ConfigError("--out", "must be an absent or empty folder, or a demo", str(root))
     if found != key and not force:
-        raise ConfigError("--out", "holds a demo of another seed or recipe; --force replaces it", str(root))
+        raise ConfigError("--out", "has a demo of another seed or recipe; --force replaces it", str(root))
 
 
 def move_into_place(building: Path, root: Path, key: str, force: bool) -> None:
@@ -124,7 +124,7 @@ def move_into_place(building: Path, root: Path, key: str, force: bool) -> None:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers shows none in the block."""
+    """Disable transformers' progress bars in the block."""
     from transformers.utils import logging as transformers_logging
 
     had_bars = transformers_logging.is_progress_bar_enabled()

@@ -1,14 +1,14 @@
-"""Models and data of the recipe gpu_demo: word problems, for a card and ten minutes.
+"""Models and data of the recipe gpu_demo: word problems, for a GPU and ten minutes.
 
     python -m hybrid_gkd.demo gpu_demo [--device cuda|cpu] [--out DIR] [--seed 0] [--force]
 
-The teacher is trained on word problems of several events (word_problems.py), whose worked solutions have 90 to 290
-tokens, 154,000 of them; the student has a sixth of its parameters, and its training stops while most of its answers
-are still wrong. Half of the validation prompts have templates that no training text has. Without a GPU everything is
-smaller: one or two events, small numbers, models of a few hundred thousand parameters.
+The teacher is trained on 154,000 word problems of several events (word_problems.py) with solutions of 90 to 290 tokens;
+the student has a sixth of its parameters, and its training stops while most of its completions are still wrong. Half of
+the validation prompts have templates that no training text has. Without a GPU everything is smaller: one or two events,
+small numbers, models of a few hundred thousand parameters.
 
 The same seed gives the same texts, tokenizer and initial weights. Training uses torch's deterministic algorithms, so
-that on the same type of device with the same libraries it is meant to give the same models.
+that the same type of device and the same libraries should give the same models.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:  # torch and transformers are imported where they are used: a 
 logger = logging.getLogger(__name__)
 
 LONGEST_BUILD = 3600.0
-"""Seconds. On a GPU it takes minutes."""
+"""Timeout of a build, seconds; on a GPU it takes minutes."""
 PARTS = ("data", "teacher", "student")
-"""Of the demo, which need nothing of each other."""
+"""Independent parts of the demo."""
 TRAIN, VAL, PROBE, TOKENIZER, STREAM = range(5)
-"""What texts are for; each draws from a random state of its own."""
+"""Purposes of texts; each has its own random state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,35 +66,35 @@ class ModelRecipe:
     init_seed: int
     training: SFTRecipe
     head_dim: int = 64
-    """vLLM's attention takes it on GPUs and CPUs."""
+    """Supported by vLLM's attention on GPUs and CPUs."""
     max_length: int = 2048
     """Longest sequence in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUDemoRecipe:
-    """Everything that the content of the folder depends on, the seed aside."""
+    """Everything that determines the content of the folder, except the seed."""
 
     levels: tuple[int, ...]
-    """Events of a problem."""
+    """Numbers of events of a problem."""
     largest: int
-    """The largest number that the text of an event brings in."""
+    """Largest number in the text of an event."""
     num_names: int
-    """Names of people that there are."""
+    """Number of different names of people."""
     num_towns: int
-    """Names of towns that there are."""
+    """Number of different names of towns."""
     vocab_size: int
-    """Tokens, the special ones included; fewer where the texts do not have as many."""
+    """Maximum number of tokens, special ones included."""
     num_train: int
-    """Prompts for distillation, with their solutions. The models are trained on others, as many as they need."""
+    """Prompts for distillation, with their solutions. The models are trained on other problems."""
     num_val: int
     teacher: ModelRecipe
     student: ModelRecipe
     version: int = 2
-    """To be raised when the code changes what is built."""
+    """Number to increase when the code changes the content."""
 
     def texts(self, purpose: int, seed: int, part: int = 0) -> Iterator[Problem]:
-        """Problems without end, for a purpose; `part` numbers independent streams."""
+        """Yield problems for a purpose, without end; `part` numbers independent streams."""
         key = [self.version, seed, purpose, part]
         return problems(
             key, levels=self.levels, largest=self.largest, num_names=self.num_names, num_towns=self.num_towns
@@ -102,7 +102,7 @@ class GPUDemoRecipe:
 
 
 RECIPES = {
-    # On a card: 38M and 6M parameters, six layers, because the host launches kernels all the time that a step takes.
+    # On a GPU: 38M and 6M parameters, six layers, since the time of a step is that of kernel launches on the host.
     "cuda": GPUDemoRecipe(
         levels=(5, 6, 7, 8), largest=30, num_names=len(NAMES), num_towns=len(TOWNS), vocab_size=2048,
         num_train=40_000, num_val=512,
@@ -135,7 +135,7 @@ RECIPES = {
 
 
 def gpu_demo_dir(device: str, seed: int = 0) -> Path:
-    """The folder that the demo of "cuda" or "cpu" is built in unless told otherwise."""
+    """Return the default folder of the demo for "cuda" or "cpu"."""
     return cached_folder(f"gpu_demo-{device}-{recipe_key(RECIPES[device], seed)}")
 
 
@@ -143,9 +143,9 @@ def build_gpu_demo(
     device: str, out: str | Path | None = None, seed: int = 0, *, force: bool = False,
     recipe: GPUDemoRecipe | None = None,
 ) -> DemoPaths:
-    """Build the demo on "cuda" or "cpu", or return the one already there; see `build_once`.
+    """Build the demo on "cuda" or "cpu", or return the existing one; see `build_once`.
 
-    Raises TrainingError if it cannot be built, which the process that builds has explained on stderr.
+    Raises TrainingError if the build fails; the building process prints the reason on stderr.
     """
     recipe = recipe or RECIPES[device]
     root = gpu_demo_dir(device, seed) if out is None else Path(out).expanduser().absolute()
@@ -153,15 +153,15 @@ def build_gpu_demo(
 
 
 def _start(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
-    """Build in processes of their own, with which their GPU memory goes.
+    """Build the demo in child processes, which release their GPU memory at their end.
 
-    On a GPU all parts are made at the same time: models this small leave most of it idle.
+    On a GPU all parts are built at the same time, since such small models leave most of it idle.
     """
     logger.info("building the models and data of gpu_demo in %s", paths.root.parent)
     if device == "cpu":
         logger.info(
-            "without a GPU they are small: short problems, teacher and student below a million parameters, made one "
-            "after the other; the lines of their training say how long each takes at most"
+            "without a GPU the demo is small: short problems, teacher and student below a million parameters, trained "
+            "one after the other; the training log shows the maximum remaining time"
         )
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
     children = list[Any]()
@@ -193,7 +193,7 @@ def _start(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> N
 
 
 def _groups(device: str) -> list[tuple[str, ...]]:
-    """Of the parts: those of a group are made one after another in one process."""
+    """Return groups of parts; those of a group are built one after another in one process."""
     return [(part,) for part in PARTS] if device == "cuda" else [PARTS]
 
 
@@ -202,10 +202,10 @@ def _part_of_manifest(paths: DemoPaths, part: str) -> Path:
 
 
 def _make(parts: tuple[str, ...], paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
-    """What a building process does."""
+    """Build parts of the demo, as the main function of a child process."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes that make texts are forked
-    tokenizer, val = make_tokenizer(recipe, seed), make_val(recipe, seed)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes that generate texts are forked
+    tokenizer, val = make_word_tokenizer(recipe, seed), make_val(recipe, seed)
     for part in parts:
         if part == "data":
             found = _make_data(paths, recipe, len(tokenizer), seed)
@@ -221,7 +221,7 @@ def _make_data(paths: DemoPaths, recipe: GPUDemoRecipe, num_tokens: int, seed: i
     train, val = make_data(recipe, seed)
     write_rows(paths.train, train)
     write_rows(paths.val, val)
-    logger.info("%d prompts to train on, %d held out, %d tokens", len(train), len(val), num_tokens)
+    logger.info("%d training prompts, %d held-out prompts, %d tokens", len(train), len(val), num_tokens)
     return {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "num_train": len(train),
         "num_val": len(val), "vocab_size": num_tokens,
@@ -235,7 +235,7 @@ def _make_model(
     from hybrid_gkd.demo import sft
 
     shape, folder = getattr(recipe, name), getattr(paths, name)
-    probe = sft.encode(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
+    probe = sft.encode_samples(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
     batches = _batches(recipe, shape, tokenizer, seed, device)
     found = train_model(name, folder, shape, tokenizer, batches, seed=seed, device=device, probe=probe)
     found |= held_out_accuracy(folder, val, device)
@@ -247,9 +247,9 @@ def train_model(
     name: str, folder: Path, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, batches: Iterator[list[Sample]], *,
     seed: int, device: str, probe: abc.Sequence[Sample] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Make a model, train it on the batches and write it; what a manifest says of its training.
+    """Create a model, train it on the batches and write it; return the manifest's entries about its training.
 
-    `probe`: as for `sft.train`.
+    `probe`: as for `sft.train_sft`.
     """
     import torch
 
@@ -258,13 +258,13 @@ def train_model(
     began, where = time.monotonic(), torch.device(device)
     model = models.make_model(shape, tokenizer, seed)
     if device == "cuda":
-        model.bfloat16()  # as most models are stored: half the size, and what a GPU computes in
+        model.bfloat16()  # the usual storage type, half the size
     with no_progress_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with sft.alone(where), no_progress_bars():
+    with sft.single_process(where), no_progress_bars():
         training = sft.SFT(folder, shape.training, device=where)
-        steps = sft.train(training, name, batches, list(probe))
+        steps = sft.train_sft(training, name, batches, list(probe))
         training.export(folder)
     return {
         "parameters": sum(p.numel() for p in model.parameters()), "sft_steps": steps, "sft_tokens": training.tokens,
@@ -273,7 +273,7 @@ def train_model(
 
 
 def held_out_accuracy(folder: Path, val: list[Row], device: str) -> dict[str, float]:
-    """Share of right greedy answers: of all prompts, and of those whose template is in no training text."""
+    """Return the fraction of right greedy completions: of all prompts, and of those with held-out templates."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -287,23 +287,23 @@ def held_out_accuracy(folder: Path, val: list[Row], device: str) -> dict[str, fl
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether both end with the same number behind `####`."""
+    """Return whether both texts end with the same number after `####`."""
     _, marker, found = text.rpartition("####")
     return bool(marker) and found.strip() == answer.rpartition("####")[2].strip()
 
 
-def make_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
-    """`learn_tokenizer` on texts of the task."""
+def make_word_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
+    """Call `learn_tokenizer` with texts of the task."""
     texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
     return learn_tokenizer(texts, recipe.vocab_size)
 
 
 def learn_tokenizer(texts: Iterator[str], vocab_size: int) -> Qwen2Tokenizer:
-    """Byte-level BPE trained on texts; digits are tokens of their own, as in Qwen's tokenizers."""
+    """Train a byte-level BPE on texts; digits are separate tokens, as in Qwen's tokenizers."""
     from tokenizers import Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE
 
-    base = models.make_tokenizer({}, [])
+    base = models.make_bpe_tokenizer({}, [])
     learner = Tokenizer(BPE())
     learner.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
     num_special = len(base)
@@ -313,16 +313,16 @@ def learn_tokenizer(texts: Iterator[str], vocab_size: int) -> Qwen2Tokenizer:
     )  # fmt: skip
     learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
-    return models.make_tokenizer(learned["vocab"], [tuple(pair) for pair in learned["merges"]])
+    return models.make_bpe_tokenizer(learned["vocab"], [tuple(pair) for pair in learned["merges"]])
 
 
 def make_data(recipe: GPUDemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows for training and for validation."""
+    """Return rows for training and for validation."""
     return _rows(recipe.texts(TRAIN, seed), recipe.num_train), make_val(recipe, seed)
 
 
 def make_val(recipe: GPUDemoRecipe, seed: int) -> list[Row]:
-    """Rows for validation: as many with a known template as with one that is held out."""
+    """Return rows for validation, half of them with held-out templates."""
     held_out = (p for p in recipe.texts(VAL, seed) if p.held_out)
     known = (p for p in recipe.texts(VAL, seed, 1) if not p.held_out and not p.for_training)
     rows = [*islice(held_out, recipe.num_val // 2), *islice(known, recipe.num_val - recipe.num_val // 2)]
@@ -343,7 +343,8 @@ def _row(problem: Problem) -> Row:
 def _batches(
     recipe: GPUDemoRecipe, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int, device: str
 ) -> Iterator[list[Sample]]:
-    """The training batches of a model: new texts for every step, on a card made by processes beside it."""
+    """Return the training batches of a model, with new texts for every step; with a GPU worker processes generate
+    them."""
     from torch.utils.data import DataLoader
 
     workers = max(1, min(8, (os.cpu_count() or 1) - 2)) if device == "cuda" else 0
@@ -356,7 +357,7 @@ def _as_it_is(batch: list[Sample]) -> list[Sample]:
 
 
 class _Batches:
-    """Batch `number` of a model's training, the same whoever makes it."""
+    """Training batches of a model by number, independent of the process that generates them."""
 
     def __init__(self, recipe: GPUDemoRecipe, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int):
         self.recipe, self.shape, self.tokenizer, self.seed = recipe, shape, tokenizer, seed
@@ -369,6 +370,6 @@ class _Batches:
 
         purpose = STREAM + self.shape.init_seed
         rows = _rows(self.recipe.texts(purpose, self.seed, number), self.shape.training.batch_size)
-        return sft.encode(rows, self.tokenizer)
+        return sft.encode_samples(rows, self.tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""What the demos' models have in common: shape, chat template, and how their answers are marked. Imports torch late."""
+"""Shape, tokenizer, chat template and greedy decoding of the demos' models. Imports torch on use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 class Shape(Protocol):
-    """Size of a model and the seed of its weights."""
+    """Size of a model, and the seed of its weights."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -36,29 +36,29 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTRecipe:
-    """Supervised training on worked answers."""
+    """Supervised fine-tuning on solutions."""
 
     max_steps: int
-    """Optimizer steps at most; a schedule that falls ends with them."""
+    """Maximum number of optimizer steps; a decreasing schedule ends with them."""
     batch_size: int
-    """Answers per step."""
+    """Samples per step."""
     learning_rate: float
     warmup_steps: int = 50
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     stop_at: float | None = None
-    """Training ends when this share of held-out answers is sure, token by token. Greedy decoding gives these, and more
-    that end with the right number: a small model was at 0.15 with a third of the numbers right. None: no such end."""
+    """Training ends when this fraction of held-out solutions has a probability above 0.5 at every token. Greedy
+    decoding gives at least these right: a small model had a third of the numbers right at 0.15. None: no such end."""
     max_tokens: int = 32768
-    """Of a packed micro-batch."""
+    """Maximum number of tokens of a packed micro-batch."""
     compile: bool = False
-    """torch.compile for the decoder blocks, which pays where training takes minutes."""
+    """Use torch.compile for the decoder blocks, which pays off in trainings of minutes."""
 
 
-def make_tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Qwen2Tokenizer:
-    """Byte-level BPE with the demos' special tokens and chat template; any text has an encoding (in Unicode form NFC).
+def make_bpe_tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Qwen2Tokenizer:
+    """Return a byte-level BPE with the demos' special tokens and chat template; it encodes any text (in Unicode NFC).
 
-    The class is Qwen2's own because AutoTokenizer loads every folder of a Qwen2 model with it, whatever the
-    folder says; a plain PreTrainedTokenizerFast would come back with one token more than the model has.
+    The class is Qwen2's own, because AutoTokenizer loads every folder of a Qwen2 model with it; a plain
+    PreTrainedTokenizerFast would be loaded with one token more than the model has.
     """
     from transformers import Qwen2Tokenizer
 
@@ -77,7 +77,7 @@ def make_tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Qwen
 
 
 def make_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """Random weights in float32 that follow from the shape and the seed; torch's own random state stays as it is."""
+    """Return a model with random float32 weights determined by shape and seed; torch's random state is unchanged."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -101,14 +101,14 @@ def make_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCa
 
 
 def prompt_text(prompt: str) -> str:
-    """What CHAT_TEMPLATE makes of one question."""
+    """Return the text of CHAT_TEMPLATE for one question."""
     return f"<|user|>{prompt}{END}<|assistant|>"
 
 
 def greedy_answers(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int, batch_size: int = 512
 ) -> list[str]:
-    """What the model answers to every row's prompt with at most `limit` tokens, without special tokens."""
+    """Return the greedy completion of every row's prompt, of at most `limit` tokens, without special tokens."""
     import torch
 
     texts: list[str] = []

@@ -1,7 +1,6 @@
-"""Supervised fine-tuning on worked answers, by the parts that train a student: shards, packed attention, fused head.
+"""Supervised fine-tuning on solutions, with the trainer's sharded model, packed attention and fused head.
 
-It makes the models of the demos, and is the off-policy baseline that distillation is compared with
-(benchmarks/results.py). One process, one device.
+Used for the models of the demos, and as the off-policy baseline of benchmarks/results.py. One process, one device.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 2**29
 CHECK_EVERY = 10
-"""Steps between looks at `SFTRecipe.stop_at`."""
-SAY_EVERY = 10.0
-"""Seconds between lines of progress."""
+"""Steps between two checks of `SFTRecipe.stop_at`."""
+LOG_EVERY = 10.0
+"""Seconds between log lines of progress."""
 
 
 @contextlib.contextmanager
-def alone(device: torch.device) -> Iterator[None]:
-    """A process group of this process, which the sharded model needs, and torch's deterministic algorithms."""
+def single_process(device: torch.device) -> Iterator[None]:
+    """Set up a process group of this process, which the sharded model needs, and torch's deterministic algorithms."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS picks kernels that are not deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS uses nondeterministic kernels
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     deterministic: Any = torch.utils.deterministic  # its attribute is a property of the module, unknown to mypy
     before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
@@ -53,7 +52,7 @@ def alone(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, store=dist.FileStore(meeting.name, 1), rank=0, world_size=1)
         try:
             torch.use_deterministic_algorithms(True)
-            deterministic.fill_uninitialized_memory = False  # a kernel more for every new tensor
+            deterministic.fill_uninitialized_memory = False  # saves a kernel per new tensor
             yield
         finally:
             torch.use_deterministic_algorithms(before[0])
@@ -61,8 +60,8 @@ def alone(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sample]:
-    """Prompts behind the chat template, with their answers and the end-of-sequence token."""
+def encode_samples(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sample]:
+    """Encode prompts in the chat template with their answers and the end-of-sequence token."""
     prompts = tokenizer([prompt_text(row["prompt"]) for row in rows], add_special_tokens=False).input_ids
     answers = tokenizer([row["answer"] + END for row in rows], add_special_tokens=False).input_ids
     return [
@@ -76,12 +75,12 @@ def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sample]:
 
 
 class SFT:
-    """A model folder in training, inside of `alone`. Raises ModelError if it cannot be loaded."""
+    """A model folder in training, within `single_process`. Raises ModelError if it cannot be loaded."""
 
     def __init__(self, folder: Path, recipe: SFTRecipe, *, device: torch.device):
         self.folder, self.recipe, self.device = folder, recipe, device
         self.tokens = 0
-        """Prompt and answer tokens trained on."""
+        """Number of trained tokens, prompts included."""
         optim = OptimConfig(
             lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, lr_warmup_steps=recipe.warmup_steps,
             lr_scheduler_type=recipe.schedule,
@@ -93,7 +92,7 @@ class SFT:
         )
 
     def step(self, samples: list[Sample]) -> Tensor:
-        """One optimizer step; the mean negative log-probability of the answers' tokens, on the device.
+        """Take one optimizer step; return the mean negative log-probability of the solutions' tokens, on the device.
 
         Raises DeviceMemoryError as `ShardedModel.step`.
         """
@@ -112,10 +111,10 @@ class SFT:
         return loss
 
     @torch.no_grad()
-    def share_sure(self, samples: list[Sample]) -> float:
-        """Share of the answers whose every token has more than half of the probability after those before it.
+    def confident_fraction(self, samples: list[Sample]) -> float:
+        """Return the fraction of solutions whose every token has a probability above 0.5 given the tokens before it.
 
-        Greedy decoding gives these answers, so it is a lower bound of the share that it gets right.
+        Greedy decoding gives these solutions, so it is a lower bound of the accuracy.
         """
         sure = 0
         for members in self._micro_batches(samples):
@@ -139,28 +138,28 @@ def _negative(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]
     return -logprobs[:, 0], {}
 
 
-def train(sft: SFT, name: str, batches: Iterable[list[Sample]], probe: list[Sample]) -> int:
-    """Train on one batch after another until the recipe says that it is enough; the number of steps.
+def train_sft(sft: SFT, name: str, batches: Iterable[list[Sample]], probe: list[Sample]) -> int:
+    """Train until the recipe's limit or `stop_at` is reached; return the number of steps.
 
-    `probe`: the held-out answers of `SFTRecipe.stop_at`. Raises TrainingError: the loss is not finite.
+    `probe`: held-out samples for `SFTRecipe.stop_at`. Raises TrainingError: the loss is not finite.
     """
-    recipe, began, said = sft.recipe, time.monotonic(), time.monotonic()
+    recipe, began, logged = sft.recipe, time.monotonic(), time.monotonic()
     for number, batch in zip(range(1, recipe.max_steps + 1), batches, strict=False):
         loss = sft.step(batch)
         stop_at = recipe.stop_at if number % CHECK_EVERY == 0 else None
-        enough = stop_at is not None and sft.share_sure(probe) >= stop_at
-        if enough or number in (1, recipe.max_steps) or time.monotonic() - said >= SAY_EVERY:
-            said, value = time.monotonic(), loss.item()
+        enough = stop_at is not None and sft.confident_fraction(probe) >= stop_at
+        if enough or number in (1, recipe.max_steps) or time.monotonic() - logged >= LOG_EVERY:
+            logged, value = time.monotonic(), loss.item()
             if not math.isfinite(value):
                 raise TrainingError(f"{name}: the loss of step {number} is {value}")
-            speed, rest = sft.tokens / (said - began), ""
+            throughput, rest = sft.tokens / (logged - began), ""
             if number == 1:
-                warm = said  # this step's time tells nothing of the others
+                warm = logged  # the first step's time includes warm-up
             else:
-                rest = f", at most {(said - warm) / (number - 1) * (recipe.max_steps - number):.0f} s left"
+                rest = f", at most {(logged - warm) / (number - 1) * (recipe.max_steps - number):.0f} s left"
             logger.info(
                 "%s: step %d of at most %d, loss %.4f, %.1f M tokens, %.0f tokens/s, %.0f s%s", name, number,
-                recipe.max_steps, value, sft.tokens / 1e6, speed, said - began, rest,
+                recipe.max_steps, value, sft.tokens / 1e6, throughput, logged - began, rest,
             )
         if enough:
             break

@@ -1,13 +1,13 @@
-"""The demo: two tiny models and data, made on this machine, for a complete run on a CPU without a download.
+"""The sorting demo: two tiny models and data, built locally, for a complete run on a CPU without a download.
 
     python -m hybrid_gkd.demo [sorting|weak_teacher] [--out DIR] [--seed 0] [--force]
 
-The task is to sort the digits of a number: "730291" -> "012379". The teacher is trained until it masters the
-task; the student is smaller and its training is stopped while most of its answers are still wrong, so that
-distillation has something to do. `weak_teacher` has a teacher that was trained for a third of the steps and is right in
-four of five answers, for a student that is to end above it. All are ordinary Hugging Face folders with the same byte
-tokenizer.
-Nothing here is used by training: the trainer sees two model folders and two data files like any other.
+The task is to sort the digits of a number: "730291" -> "012379". The teacher is trained until it solves the task; the
+student is smaller, and its training stops while most of its completions are still wrong. The teacher of `weak_teacher`
+is trained for a third of the steps and has an accuracy of 80 %, which the student should exceed. All models are
+Hugging Face folders with the same byte tokenizer.
+
+The trainer does not use this module: it gets two model folders and two data files like any others.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecipe:
+class SortingModelRecipe:
     """Size and supervised training of one model."""
 
     hidden_size: int
     num_layers: int
     max_steps: int
-    """Most optimizer steps; the learning rate falls linearly over them."""
+    """Maximum number of optimizer steps; the learning rate decreases linearly over them."""
     learning_rate: float
     stop_at_accuracy: float
-    """Training ends as soon as this part of a sample of the training prompts is answered correctly."""
+    """Training ends when this fraction of a sample of the training prompts is solved."""
     init_seed: int
 
     head_dim: int = 32
-    """vLLM's CPU attention takes 32 or 64, nothing smaller."""
+    """Size of a head: vLLM's CPU attention supports 32 or 64."""
     max_length: int = 4096
-    """Longest sequence in tokens: the task needs 16, other prompts that somebody tries the models on need more."""
+    """Longest sequence in tokens: the task needs 16, other prompts may need more."""
 
     @property
     def intermediate_size(self) -> int:
@@ -65,45 +65,45 @@ class ModelRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoRecipe:
-    """Everything that the content of the folder depends on, the seed aside."""
+    """Everything that determines the content of the folder, except the seed."""
 
     version: int = 1
-    """To be raised when the code changes what is built."""
+    """Number to increase when the code changes the content."""
     num_digits: int = 6
-    """Of every prompt; with mixed lengths the student would need several times as many steps."""
+    """Digits of every prompt; with varying lengths the student would need several times as many steps."""
     num_train: int = 20_000
     num_val: int = 256
     batch_size: int = 256
-    teacher: ModelRecipe = field(
-        default_factory=lambda: ModelRecipe(
+    teacher: SortingModelRecipe = field(
+        default_factory=lambda: SortingModelRecipe(
             hidden_size=128, num_layers=2, max_steps=180, learning_rate=2e-3, stop_at_accuracy=1.01, init_seed=1
         )
     )
-    student: ModelRecipe = field(
-        default_factory=lambda: ModelRecipe(
+    student: SortingModelRecipe = field(
+        default_factory=lambda: SortingModelRecipe(
             hidden_size=64, num_layers=2, max_steps=1000, learning_rate=2e-3, stop_at_accuracy=0.25, init_seed=2
         )
     )
 
     def key(self, seed: int) -> str:
-        """Short hash of the recipe and the seed."""
+        """Return a short hash of the recipe and the seed."""
         return recipe_key(self, seed)
 
 
 WEAK_TEACHER = DemoRecipe(teacher=replace(DemoRecipe().teacher, max_steps=58))
-"""The same student and data, and a teacher that ends at 82 % of the held-out answers."""
+"""The same student and data, with a teacher that solves 82 % of the held-out prompts."""
 RECIPES = {"sorting": DemoRecipe(), "weak_teacher": WEAK_TEACHER}
 
 
 def demo_dir(seed: int = 0, recipe: DemoRecipe | None = None) -> Path:
-    """The folder a demo is built in unless told otherwise."""
+    """Return the default folder of a demo."""
     return cached_folder(f"demo-{(recipe or DemoRecipe()).key(seed)}")
 
 
 def build_demo(
     out: str | Path | None = None, seed: int = 0, *, force: bool = False, recipe: DemoRecipe | None = None
 ) -> DemoPaths:
-    """Build the demo, or return the one already there; see `build_once`."""
+    """Build the demo, or return the existing one; see `build_once`."""
     recipe = recipe or DemoRecipe()
     root = Path(out).expanduser().absolute() if out is not None else demo_dir(seed, recipe)
     return build_once(root, recipe.key(seed), lambda paths: _build(paths, recipe, seed), force=force)
@@ -118,7 +118,7 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
     train, val = make_data(recipe, seed)
     write_rows(paths.train, train)
     write_rows(paths.val, val)
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     manifest: dict[str, object] = {
         "key": recipe.key(seed),
         "task": "sort the digits",
@@ -143,7 +143,7 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
 
 
 def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows, all prompts distinct."""
+    """Return training and held-out rows with distinct prompts."""
     rng = np.random.default_rng([recipe.version, seed])
     prompts: dict[str, None] = {}  # an ordered set
     while len(prompts) < recipe.num_train + recipe.num_val:
@@ -152,16 +152,16 @@ def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
     return rows[recipe.num_val :], rows[: recipe.num_val]
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """One token per byte and a few special ones."""
+def make_byte_tokenizer() -> Qwen2Tokenizer:
+    """Return a tokenizer with a token per byte and the special tokens."""
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return models.make_tokenizer({char: i for i, char in enumerate(alphabet)}, [])
+    return models.make_bpe_tokenizer({char: i for i, char in enumerate(alphabet)}, [])
 
 
 def _chat_ids(row: Row, tokenizer: Qwen2Tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of the response, which ends with the end-of-sequence token."""
+    """Return token ids of the prompt and of the response, which ends with the end-of-sequence token."""
     messages = [{"role": "user", "content": row["prompt"]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return (
@@ -170,8 +170,8 @@ def _chat_ids(row: Row, tokenizer: Qwen2Tokenizer) -> tuple[list[int], list[int]
     )
 
 
-def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and next-token labels [B, T], padded on the right; -100 where no response token follows."""
+def encode_labels(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and next-token labels [B, T], padded on the right; -100 if no response token follows."""
     import torch
 
     pairs = [_chat_ids(row, tokenizer) for row in rows]
@@ -185,16 +185,16 @@ def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, to
 
 
 def _train(
-    name: str, recipe: ModelRecipe, batch_size: int, rows: list[Row], tokenizer: Qwen2Tokenizer, seed: int
+    name: str, recipe: SortingModelRecipe, batch_size: int, rows: list[Row], tokenizer: Qwen2Tokenizer, seed: int
 ) -> tuple[Qwen2ForCausalLM, int]:
-    """Plain supervised training; returns the model and the number of steps taken."""
+    """Train a model by supervised fine-tuning; return it and the number of steps."""
     import torch
     import torch.nn.functional as F
 
     model = models.make_model(recipe, tokenizer, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     rng = np.random.default_rng([seed, recipe.init_seed])
-    ids, labels = encode(rows, tokenizer)
+    ids, labels = encode_labels(rows, tokenizer)
     probe = slice(0, 256)
     for step in range(1, recipe.max_steps + 1):
         rate = min(step / 50, 1 - 0.95 * step / recipe.max_steps)
@@ -217,7 +217,8 @@ def _train(
 
 
 def _forced_accuracy(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> float:
-    """Part of the rows whose every response token is the most likely one, which is when greedy decoding gives them."""
+    """Return the fraction of rows whose every response token is the most likely one, so that greedy decoding gives
+    them."""
     import torch
 
     with torch.inference_mode():
@@ -226,6 +227,6 @@ def _forced_accuracy(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.T
 
 
 def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row]) -> float:
-    """Part of the rows whose greedy response, decoded without special tokens and stripped, is the answer."""
+    """Return the fraction of rows whose greedy response, decoded without special tokens and stripped, is the answer."""
     answers = models.greedy_answers(model, tokenizer, rows, limit=max(len(row["answer"]) for row in rows) + 4)
     return sum(text.strip() == row["answer"] for text, row in zip(answers, rows, strict=True)) / len(rows)

@@ -1,8 +1,8 @@
-"""What a configuration has to do with the demos: where they are, which it uses. Builds nothing until it is asked to.
+"""Resolvers of demo paths in configurations, and the demos that a configuration uses.
 
-In YAML, `${demo:student}` is the sorting demo's student, `${demo:weak_teacher,student}` that of the one with a weak
-teacher, `${demo:gpu_demo,student}` that of the word problems, for the device of the configuration; `${by_device:a,b}`
-is a with a GPU and b without one.
+In YAML, `${demo:student}` is the student of the sorting demo, `${demo:weak_teacher,student}` that of the demo with a
+weak teacher, `${demo:gpu_demo,student}` that of the word problems for the configured device; `${by_device:a,b}` is a
+with a GPU and b without one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo, gpu_demo_dir
 
 
 def demo_path(*names: str, _root_: Any) -> str:
-    """Where a demo keeps a part: ("student",) of the sorting demo, ("gpu_demo", "student") of another.
+    """Return the path of a part of a demo: ("student",) of the sorting demo, ("gpu_demo", "student") of another one.
 
-    Raises ValueError for a demo or a part that there is not.
+    Raises ValueError for an unknown demo or part.
     """
     *demo, part = names
     name = ",".join(demo) or "sorting"
     if name not in ("gpu_demo", *sorting.RECIPES) or part not in DemoPaths.__slots__:
         known = "${demo:PART} and, as DEMO, weak_teacher and gpu_demo of ${demo:DEMO,PART}"
-        raise ValueError(f"${{demo:{','.join(names)}}}: there is {known}")
+        raise ValueError(f"${{demo:{','.join(names)}}}: must be {known}")
     root = gpu_demo_dir(_device(_root_)) if name == "gpu_demo" else sorting.demo_dir(recipe=sorting.RECIPES[name])
     return str(getattr(DemoPaths.under(root), part))
 
 
 def by_device(on_gpu: Any, without: Any, *, _root_: Any) -> Any:
-    """One of two values."""
+    """Return the first value with a GPU, else the second one."""
     return on_gpu if _device(_root_) == "cuda" else without
 
 
@@ -42,14 +42,14 @@ def _device(root: Any) -> str:
 
 
 def visible_device() -> str:
-    """cuda where a GPU is visible, as `trainer.device=auto` has it."""
-    import torch  # takes seconds, for recipes that ask for the device alone
+    """Return cuda if a GPU is visible, else cpu, as `trainer.device=auto`."""
+    import torch  # takes seconds
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def used_demos(config: Config) -> dict[Path, Callable[[], DemoPaths]]:
-    """Folder -> what builds it, of the demos whose models or files the configuration names."""
+    """Return folder -> build function of the demos whose models or files the configuration uses."""
     known: dict[Path, Callable[[], DemoPaths]] = {
         sorting.demo_dir(recipe=recipe): partial(sorting.build_demo, recipe=recipe)
         for recipe in sorting.RECIPES.values()
@@ -61,7 +61,7 @@ def used_demos(config: Config) -> dict[Path, Callable[[], DemoPaths]]:
 
 
 def demo_teacher_accuracy(config: Config) -> float | None:
-    """The teacher's accuracy on the validation prompts where both are a demo's; None where it is not known."""
+    """Return the teacher's accuracy on the validation prompts if both are a demo's; None if unknown."""
     teacher = config.actor_rollout_ref.teacher.model.path
     for paths in map(DemoPaths.under, used_demos(config)):
         if teacher == str(paths.teacher) and config.data.val_files == [str(paths.val)]:

@@ -1,4 +1,4 @@
-"""Word problems with worked solutions: an amount, several events, a question. Any number of them, by seed.
+"""Generate word problems with step-by-step solutions: an amount, several events, a question.
 
     In Corford Ilric has 9 apples. Alan gives Ilric 26 apples. Ilric sells 8 apples at the market. Ilric gives a third
     of the apples to Alan. Then 3 bags of 14 apples each arrive for Ilric. How many apples does Ilric have now?
@@ -11,10 +11,10 @@
     Ilric has 60.
     #### 60
 
-The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 60`). A
-problem's level is the number of its events. Its template is what it asks and the kinds of its events in their order:
-one in eight templates is held out, so that no training text has it. Of the others a prompt is for validation or for
-training by its checksum, so that texts made in different places never overlap. Needs numpy alone.
+The solution computes the events one by one, splits sums and products into parts and ends as in GSM8K (`#### 60`). The
+level of a problem is the number of its events. Its template is the question and the sequence of its kinds of events:
+one in eight templates is held out of training. Prompts of other templates are assigned to validation or training by
+their checksum, so that texts from different sources never overlap. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import numpy as np
 _BEGINNINGS = "Al Ber Car Dor El Fen Gil Har Il Jor Kar Lin Mar Nor Ol Pel Ros Sil Tam Ur Vel Wil Yor Zan".split()
 _ENDINGS = "a am an as en ert ia ic im is la mir na o ric sa vin".split()
 NAMES = tuple(first + last for last in _ENDINGS for first in _BEGINNINGS)
-"""Of people: 400. The fewer there are, the sooner a model learns to copy them; with few it learns them by heart."""
+"""Names of people: 400. With few names a model memorizes them; with many it learns to copy them."""
 _TOWN_ENDINGS = (
     "bach beck berg born bridge brook burg bury by cliff cote dale field fleet ford gate grove ham haven hill holm "
     "hurst land leigh mere moor mouth pool port ridge shaw side stead stoke stone stow thorpe vale water well wick "
     "wood worth"
 ).split()
 TOWNS = tuple(first + last for last in _TOWN_ENDINGS for first in _BEGINNINGS)
-"""Where a problem takes place: 1,000, which no solution names, so that a vocabulary of 2,000 tokens is of use."""
+"""Names of towns: 1,000, which occur in no solution, so that a vocabulary of 2,000 tokens is useful."""
 GOODS = {
-    # what is counted: what it is packed in
+    # goods: their packs
     "apples": "bags", "pears": "crates", "plums": "baskets", "eggs": "trays", "rolls": "sacks", "cookies": "tins",
     "candles": "cartons", "pencils": "boxes", "stamps": "sheets", "cards": "packs", "marbles": "pouches",
     "shells": "jars", "tulips": "bunches", "roses": "bundles", "bricks": "pallets", "tiles": "stacks",
@@ -46,14 +46,15 @@ GOODS = {
 }  # fmt: skip
 PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 LARGEST = 99
-"""No amount is larger."""
+"""Largest amount."""
 HELD_OUT_TEMPLATES, VALIDATION_PROMPTS = 8, 32
-"""One in so many templates is held out; of the others, one in so many prompts is for validation."""
+"""One in HELD_OUT_TEMPLATES templates is held out; of the others, one in VALIDATION_PROMPTS prompts is for
+validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A prompt and its only right solution."""
+    """A prompt and its solution."""
 
     prompt: str
     solution: str
@@ -63,35 +64,35 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether no training text has this template."""
+        """Return whether no training text has this template."""
         return zlib.crc32(self.template.encode()) % HELD_OUT_TEMPLATES == 0
 
     @property
     def for_training(self) -> bool:
-        """Whether neither the template nor the prompt is for validation."""
+        """Return whether neither the template nor the prompt is for validation."""
         return not self.held_out and zlib.crc32(self.prompt.encode()) % VALIDATION_PROMPTS != 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Story:
-    """The state of a problem that is being told."""
+    """State of a problem during its generation."""
 
     rng: np.random.Generator
     town: str
     name: str
     other: str
-    """Of another person."""
+    """Name of another person."""
     goods: str
     packs: str
     largest: int
-    """Of the numbers that an event brings in."""
+    """Largest number in the text of an event."""
     amount: int = 0
 
     def number(self, low: int, high: int) -> int:
         return int(self.rng.integers(low, high + 1))
 
     def small(self) -> int:
-        """Less than the amount, so that something is left; of an amount of 1 all of it, which no problem keeps."""
+        """Return a number below the amount; of an amount of 1 all of it, which no problem keeps."""
         return self.number(1, max(1, min(self.largest, self.amount - 1)))
 
     def pick(self, *choices: str) -> str:
@@ -99,24 +100,24 @@ class Story:
 
 
 Event = tuple[str, str, int]
-"""The sentence of the problem, the calculation of the solution, and the amount afterwards."""
+"""Sentence of the problem, calculation of the solution, and resulting amount."""
 
 
 def product(k: int, m: int) -> str:
-    """`3 * 27 = 60 + 21 = 81`: tens and ones apart, where there are both."""
+    """Return a multiplication, with tens and ones separately if both are present: `3 * 27 = 60 + 21 = 81`."""
     tens, ones = m // 10 * 10, m % 10
     return f"{k} * {m} = {k * tens} + {k * ones} = {k * m}" if tens and ones else f"{k} * {m} = {k * m}"
 
 
 def total(a: int, b: int) -> str:
-    """`37 + 45 = 70 + 12 = 82`: tens and ones apart, where both numbers have both."""
+    """Return an addition, with tens and ones separately if both numbers have both: `37 + 45 = 70 + 12 = 82`."""
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
     apart = min(a, b) > 10 and a % 10 and b % 10
     return f"{a} + {b} = {tens} + {ones} = {a + b}" if apart else f"{a} + {b} = {a + b}"
 
 
 def rest(a: int, b: int) -> str:
-    """`82 - 45 = 42 - 5 = 37`: first the tens, then the ones, where there are both."""
+    """Return a subtraction, first of the tens, then of the ones, if both are present: `82 - 45 = 42 - 5 = 37`."""
     tens, ones = b // 10 * 10, b % 10
     return f"{a} - {b} = {a - tens} - {ones} = {a - b}" if tens and ones else f"{a} - {b} = {a - b}"
 
@@ -208,7 +209,7 @@ def _missing(s: Story, _: int) -> Event:
 QUESTIONS: dict[str, Callable[[Story, int], Event]] = {
     "now": _now, "together": _together, "change": _change, "missing": _missing,
 }
-"""The last event: its sentence, its calculation, and the answer, by the story and its first amount."""
+"""Questions: functions of the story and its first amount that return sentence, calculation and answer."""
 
 
 def _given(s: Story) -> Event:
@@ -231,7 +232,7 @@ BEGINNINGS: dict[str, Callable[[Story], Event]] = {"given": _given, "packed": _p
 
 
 def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int, num_towns: int) -> Problem | None:
-    """A problem, or None where an amount left its range."""
+    """Return a problem, or None if an amount left its range."""
     first, second = rng.choice(num_names, 2, replace=False)
     goods, packs = list(GOODS.items())[rng.integers(len(GOODS))]
     story = Story(
@@ -251,7 +252,7 @@ def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int,
         amounts.append(story.amount)
     asked = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
     question, conclusion, answer = QUESTIONS[asked](story, amounts[0])
-    if answer == 0:  # nothing has changed, or nothing is missing
+    if answer == 0:  # no change, or nothing missing
         return None
     return Problem(
         prompt=" ".join([*texts, question]), solution="\n".join([*lines, conclusion, f"#### {answer}"]), level=level,
@@ -263,13 +264,13 @@ def problems(
     seed: int | list[int], *, levels: tuple[int, ...], largest: int, num_names: int = len(NAMES),
     num_towns: int = len(TOWNS),
 ) -> Iterator[Problem]:
-    """Problems without end, of all levels in equal parts; the same ones for the same arguments.
+    """Yield problems without end, of all levels with equal probability; the same ones for the same arguments.
 
     Args:
         levels: numbers of events.
-        largest: the largest number that the text of an event brings in.
-        num_names: how many of NAMES there are.
-        num_towns: how many of TOWNS there are.
+        largest: largest number in the text of an event.
+        num_names: number of NAMES in use.
+        num_towns: number of TOWNS in use.
     """
     rng = np.random.default_rng(seed)
     while True:

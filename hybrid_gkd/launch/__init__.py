@@ -1,1 +1,1 @@
-"""Before and after training: check, assemble, train, stop."""
+"""Commands and the start of a run: preflight checks, assembly, training, shutdown."""

@@ -1,4 +1,4 @@
-"""What a check before a run is, what checks find out for each other, and the report of those that failed."""
+"""Preflight checks: the type of a check, the facts that checks share, and the report that prints results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Chat, Rows
-from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
-from hybrid_gkd.offload.budget import LocalTeacher
-from hybrid_gkd.offload.needs import TrainedModel
+from hybrid_gkd.offload.budget import TeacherPlacement
+from hybrid_gkd.offload.needs import TrainedSpec
 from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.scoring.reward_functions import RewardFunction
 from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
@@ -22,35 +22,36 @@ from hybrid_gkd.types import Task
 
 @dataclass
 class Facts:
-    """The configuration, and what the checks have found out."""
+    """The configuration and the results of the checks."""
 
     config: Config
     engine: str = "none"
-    """Rollout engine, `auto` resolved."""
+    """Rollout engine, with `auto` resolved."""
     device: str = "cpu"
     """`trainer.device` with auto resolved: cuda or cpu."""
     gpus: int = 0
-    """Of this machine, as this process sees them."""
+    """Number of GPUs of this machine that are visible to this process."""
     gpu_bytes: int | None = None
-    """Memory of the first one; None without one, or where the workers use none."""
-    local_teacher: LocalTeacher | None = None
-    """Where the teacher computes that the run starts."""
+    """Memory of the first GPU; None without one, or if the workers use none."""
+    local_teacher: TeacherPlacement | None = None
+    """Placement of the teacher that the run starts; None without one."""
     tokenizer: Any = None
     teacher_tokenizer: Any = None
-    """Of the model that the run starts a teacher with."""
+    """Tokenizer of the teacher that the run starts; None without one."""
     first_chat: Chat | None = None
-    """Of the training prompts."""
+    """First training prompt."""
     stop_token_ids: list[int] = field(default_factory=list)
     spec: ModelSpec | None = None
-    """Of the student."""
+    """Spec of the student."""
     num_ids: int | None = None
-    """Ids that are tokens and have a row in every model, from 0 on: what is drawn and scored."""
-    trained: tuple[TrainedModel, ...] = ()
-    """The student and the critic."""
+    """Number of ids that are tokens and have an embedding row in every model; higher ids are neither drawn nor
+    scored."""
+    trained: tuple[TrainedSpec, ...] = ()
+    """Trained models: the student and, with PPO, the critic."""
     reward: dict[str, RewardFunction] | None = None
-    """By name, without the reward model; None: there is no reward."""
+    """Reward functions by name, without the reward model; None without a reward."""
     reward_texts: RewardTexts | None = None
-    """For the reward model; None without one."""
+    """Inputs of the reward model; None without one."""
     train_rows: list[Rows] = field(default_factory=list)
     val_rows: list[Rows] = field(default_factory=list)
     train_prompts: list[Task] = field(default_factory=list)
@@ -58,61 +59,61 @@ class Facts:
     steps: int | None = None
     """Training steps of the whole run."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that decide what is learned: `learning_settings`, and checksums of training prompts and templates."""
+    """Settings of the learning signal: `learning_settings`, and checksums of training prompts and templates."""
     resumption: Resumption | None = None
-    """Checkpoint to continue from; None for a new run."""
+    """Checkpoint to resume from; None for a new run."""
     plan: RunPlan | None = None
-    """What comes of all that."""
+    """Plan made from the other facts."""
 
     @property
     def steps_done(self) -> int:
-        """Those of the checkpoint to continue from."""
+        """Return the step of the checkpoint to resume from, 0 for a new run."""
         return 0 if self.resumption is None else self.resumption.state.step
 
     @property
     def finished(self) -> bool:
-        """Whether all steps of the run are done, and nothing else is asked for."""
+        """Return whether all training steps are done and no validation is requested."""
         return self.steps is not None and self.steps_done >= self.steps and not self.config.trainer.val_only
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row: what is checked, and which checks have to pass before."""
+    """A check and the checks that must pass before it."""
 
     name: str
     function: Callable[[Facts], str]
-    """Returns what it looked at and found. Raises HybridGKDError."""
+    """Returns a description of the result. Raises HybridGKDError."""
     after: tuple[str, ...] = ()
 
 
 class Report:
-    """Walks checks to their end and prints a line for each: ok, FAIL, or skip where one before it has failed."""
+    """Runs checks and prints a line for each: ok, FAIL, or skip if a required check has failed."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
         """Names of the checks that failed or were skipped."""
 
-    def walk(self, checks: Iterable[Check], facts: Facts) -> None:
-        """Run the checks."""
+    def run_all(self, checks: Iterable[Check], facts: Facts) -> None:
+        """Run all checks."""
         for check in checks:
             missing = [name for name in check.after if name in self.failed]
             if missing:
-                self._say("skip", check.name, f"needs the check {missing[0]}")
+                self._print("skip", check.name, f"needs the check {missing[0]}")
                 continue
             try:
                 with waiting(f"the check of {check.name}"):
-                    self._say("ok", check.name, check.function(facts))
+                    self._print("ok", check.name, check.function(facts))
             except HybridGKDError as error:
-                self._say("FAIL", check.name, "\n".join(map(str, all_of([error]))))
-            except Exception as error:  # whatever a library raises, the other checks are of use
-                self._say("FAIL", check.name, f"{type(error).__name__}: {error}")
+                self._print("FAIL", check.name, "\n".join(map(str, flatten_errors([error]))))
+            except Exception as error:  # an unexpected error must not hide the results of the other checks
+                self._print("FAIL", check.name, f"{type(error).__name__}: {error}")
 
-    def _say(self, status: str, name: str, text: str) -> None:
+    def _print(self, status: str, name: str, text: str) -> None:
         if status != "ok":
             self.failed.append(name)
         print(f"{status:4} {name}: {indented(text)}", flush=True)
 
 
 def indented(text: str) -> str:
-    """Text of several lines below the name of its check."""
+    """Return a text of several lines indented below the name of its check."""
     return text if "\n" not in text else "\n       ".join(["", *text.splitlines()])

@@ -1,4 +1,4 @@
-"""Shared by the commands that take a run's configuration: arguments, the demo, SIGTERM."""
+"""Argument parsing, configuration loading and error handling shared by the commands."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollou
 OF_VERL = ("algorithm.adv_estimator=", "critic.model.path=")
 TEACHER = "actor_rollout_ref.teacher."
 VERL = "ppo_trainer"
-"""The recipe of commands as verl's are."""
+"""Recipe for commands in the style of verl."""
 
 
 def parse(
     arguments: list[str], prog: str = "python -m hybrid_gkd", switches: Mapping[str, str] = MappingProxyType({})
 ) -> argparse.Namespace:
-    """The command line as a namespace; exits on a usage error. `switches`: further ones, and what they do."""
+    """Parse the command line; exit on a usage error. `switches`: further flags and their help texts."""
     parser = make_parser(prog, "On-policy distillation of a student from a teacher.")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and what the checks before a run find"
+        "--dry-run", action="store_true", help="print the resolved configuration and the results of all checks"
     )
     for name, text in switches.items():
         parser.add_argument(name, action="store_true", help=text)
@@ -43,7 +43,7 @@ def parse(
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """The arguments of every command that takes a run's configuration."""
+    """Return a parser with the arguments of every command that takes a run's configuration."""
     epilog = "Every key is documented in hybrid_gkd/config*.py."
     parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
@@ -52,7 +52,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--config-name", "-cn", help="a YAML file there; default: demo, with your own model or data gkd, or "
-        "ppo_trainer where an advantage estimator is named and no teacher"
+        "ppo_trainer with an advantage estimator and without a teacher"
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the result only")
@@ -60,47 +60,47 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def _folder(path: str) -> Path:
-    """A folder from here; one that is not there, from this program's, as `--config-path=config` means for verl."""
+    """Return the folder relative to the working directory or, if there is none, to this repository, as verl does."""
     given = Path(path).expanduser()
     beside = CONFIG_DIR.parent / given
     return beside if not given.is_dir() and beside.is_dir() else given
 
 
 def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
-    """Run a command with its log on the console and its errors as messages; the exit code, also after a signal."""
+    """Run a command with console logging; return the exit code, also after a signal. HybridGKDErrors are printed."""
     log_to_console()
     replace_unencodable()
     stopping, code = Stopping(), 0
     stopping.install()
     try:
         code = command(stopping)
-    except (HybridGKDError, OSError) as error:  # an OSError: of a disk or folder that nobody has thought of
+    except (HybridGKDError, OSError) as error:  # an OSError: an unforeseen problem of a disk or folder
         if debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, SystemExit) as ended:  # Ray makes a SystemExit(1) of one that is raised while it waits
+    except (KeyboardInterrupt, SystemExit) as ended:  # Ray replaces one that is raised while it waits by SystemExit(1)
         if stopping.exit_code is None:
             print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
             return 1
     if stopping.exit_code is not None:
         name = signal.Signals(stopping.exit_code - 128).name
-        print(f"ended by {name}; everything that this run had started is stopped", file=sys.stderr)
+        print(f"ended by {name}; all processes of this run are stopped", file=sys.stderr)
     return stopping.exit_code or code
 
 
 def load(options: argparse.Namespace) -> Config:
-    """The configuration that the command line asks for; the demo is built if it is used. Raises HybridGKDError."""
+    """Load the configuration of the command line, and build the demo if it is used. Raises HybridGKDError."""
     name = options.config_name or default_config_name(options.overrides)
     overrides = [*options.overrides, "trainer.console=quiet"] if options.quiet else options.overrides
     if options.config_name is None and name == VERL:
-        logger.info("an advantage estimator and no teacher: --config-name %s, unless another is given", name)
+        logger.info("advantage estimator without a teacher: using --config-name %s", name)
     config, problems = examine_config(overrides, config_name=name, config_path=options.config_path)
     demos = used_demos(config) if config is not None else {}
-    if config is not None and (problems or demos):  # before minutes go into a demo
-        from hybrid_gkd.launch.presence import check_presence  # imports readers of all kinds of files
+    if config is not None and (problems or demos):  # before the demo is built, which takes minutes
+        from hybrid_gkd.launch.presence import check_paths_exist  # imports readers of all file formats
 
-        call_all([lambda: raise_all(problems), lambda: check_presence(config, demos)])
+        call_all([lambda: raise_all(problems), lambda: check_paths_exist(config, demos)])
     raise_all(problems)
     assert config is not None
     if config.trainer.console == "quiet":
@@ -109,20 +109,20 @@ def load(options: argparse.Namespace) -> Config:
         try:
             build()
         except OSError as error:
-            rule = f"the demo cannot be built there: {error}; set it, or XDG_CACHE_HOME, to a folder that takes it"
+            rule = f"the demo cannot be built there: {error}; set it, or XDG_CACHE_HOME, to a writable folder"
             raise ConfigError("HOME", rule, show_value=False) from error
     return config
 
 
 def changed_from_recipe(config: Config, options: argparse.Namespace) -> tuple[str, dict[str, list[Any]]]:
-    """The recipe of a command line, and what the configuration has instead: dotted key -> [recipe, this run]."""
+    """Return the recipe of a command line and the changes to it: dotted key -> [recipe value, value of this run]."""
     name = options.config_name or default_config_name(options.overrides)
     recipe, _ = examine_config([], config_name=name, config_path=options.config_path)
     return name, differences(flat(to_dict(recipe or Config())), flat(to_dict(config)))
 
 
 def default_config_name(overrides: list[str]) -> str:
-    """`gkd` where the user brings a model or data, else `demo`; `ppo_trainer` for a command as verl's are."""
+    """Return `gkd` if the user names a model or data, `ppo_trainer` for a command in the style of verl, else `demo`."""
     given = [override.lstrip("+") for override in overrides]
     if not any(override.startswith(OWN_INPUT) for override in given):
         return "demo"

@@ -1,8 +1,8 @@
-"""Would this run start, and what goes where? `python -m hybrid_gkd.doctor [--config-name NAME] [dotted.key=value ...]`
+"""Check a run without training: `python -m hybrid_gkd.doctor [--config-name NAME] [dotted.key=value ...]`
 
-Takes the arguments of a run. Walks the checks of preflight.py, then places the workers on Ray without loading a model
-and lets them reach each other; with --self-test it then takes one step with the student as its own teacher. The exit
-code is 1 if a check failed.
+Takes the arguments of a run. Runs the checks of preflight.py, then places the workers on Ray without loading a model
+and runs an all-reduce between them; with --self-test it then takes one step with the student as its own teacher. The
+exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import load, parse
-from hybrid_gkd.launch.fit import check_own_answers
+from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.self_test import self_test
@@ -30,21 +30,21 @@ from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
 ALL_REDUCE_SECONDS = 60.0
-"""For the first collective of a pool; workers import torch and find each other within it."""
+"""Timeout of the first collective of a pool, in which workers import torch and connect to each other."""
 
 
-SELF_TEST = "take one step with the student as its own teacher: their divergence is 0, within rounding"
+SELF_TEST = "take one training step with the student as its own teacher and check that the divergence is 0"
 
 
-def own_answers(facts: Facts) -> str:
-    """A given teacher is sure of what it writes; one that a run starts is asked when it has loaded."""
+def teacher_confidence(facts: Facts) -> str:
+    """Check the confidence of a teacher service; a teacher that the run starts is checked after it has loaded."""
     endpoints = facts.config.actor_rollout_ref.teacher.endpoints
     with connect(facts.config, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
-        return check_own_answers(facts, client)
+        return check_confidence(facts, client)
 
 
 class PlacedWorkers:
-    """Workers on Ray as a run places them, which load nothing, and the checks that need them."""
+    """Workers placed on Ray as in a run, without models, and the checks that need them."""
 
     def __init__(self, stack: contextlib.ExitStack):
         self._stack = stack
@@ -55,7 +55,7 @@ class PlacedWorkers:
         )
 
     def place(self, facts: Facts) -> str:
-        """Which worker gets which GPU; none gets that of a local teacher. Raises WorkerError, ConfigError."""
+        """Place the workers and describe their GPUs. Raises WorkerError, ConfigError."""
         config = facts.config
         self._stack.enter_context(ray_cluster(config, facts.device))
         self.logs = Path(tempfile.mkdtemp(prefix="hybrid_gkd_doctor_"))
@@ -65,22 +65,22 @@ class PlacedWorkers:
         return "\n".join(f"{place.worker}: {place}" for place in group.placements)
 
     def free_memory(self, facts: Facts) -> str:
-        """Raises ConfigError if others hold what the run needs."""
+        """Raise ConfigError if other processes use memory that the run needs."""
         if facts.device != "cuda":
             return "no worker has a GPU"
         assert facts.plan is not None
         check_free_memory(facts.plan.memory, self.group.placements)
-        return "what is free on each worker's GPU is enough for every phase"
+        return "the free memory of each worker's GPU is enough for every phase"
 
     def all_reduce(self, facts: Facts) -> str:
-        """Raises WorkerError that names the worker that did not answer."""
+        """Raise WorkerError naming the workers that did not answer."""
         self.group.all_reduce(Timeout(ALL_REDUCE_SECONDS))
-        shutil.rmtree(self.logs, ignore_errors=True)  # an error would have named its files
+        shutil.rmtree(self.logs, ignore_errors=True)  # kept after an error, which names its files
         return "; ".join(f"{pool.size} {pool.role}(s) reach each other" for pool in self.group.pools)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code, also after a signal."""
+    """Run the command line; return the exit code, also after a signal."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments, "python -m hybrid_gkd.doctor", {"--self-test": SELF_TEST})
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -97,19 +97,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(options: argparse.Namespace) -> int:
-    """Walk the checks and print what they find; the exit code, 1 if one failed."""
+    """Run the checks and print their results; return the exit code, 1 if one failed."""
     try:
         config = load(options)
     except HybridGKDError as error:
-        for each in all_of([error]):
+        for each in flatten_errors([error]):
             print(f"FAIL configuration: {each}")
         return 1
     report, facts = Report(), Facts(config)
-    report.walk(CHECKS, facts)
+    report.run_all(CHECKS, facts)
     if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is not None:
-        report.walk([Check("own answers", own_answers, after=("fit", "data"))], facts)
+        report.run_all([Check("teacher confidence", teacher_confidence, after=("compatibility", "data"))], facts)
     with contextlib.ExitStack() as stack:
-        report.walk(PlacedWorkers(stack).checks, facts)
+        report.run_all(PlacedWorkers(stack).checks, facts)
     if options.self_test:
-        report.walk([Check("self-test", self_test, after=tuple(report.failed))], facts)
+        report.run_all([Check("self-test", self_test, after=tuple(report.failed))], facts)
     return 1 if report.failed else 0

@@ -2,9 +2,9 @@
 
     python -m hybrid_gkd.evaluate MODEL ... --data FILE [--config-name NAME] [--json] [dotted.key=value ...]
 
-A MODEL is a Hugging Face folder or hub id, an adapter folder of peft's, or a `global_step_N` folder of a run. Each is a
-run with `trainer.val_only`, one after the other, in a run folder of its own; where a teacher is given, with the
-divergences from it. Everything is checked for all of them before the first is loaded.
+A MODEL is a Hugging Face folder or hub id, a PEFT adapter folder, or a `global_step_N` folder of a run. The models are
+validated one after the other, each as a run with `trainer.val_only` in its own run folder; with a teacher, the table
+has the divergences from it. The preflight checks of all models run before the first one is loaded.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from hybrid_gkd.config.loading import broken_rules, load_config
 from hybrid_gkd.errors import ConfigError, call_all, raise_all
 from hybrid_gkd.launch.command_line import load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.runtime.imports import gc_paused
 from hybrid_gkd.student.checkpoint_store import STATE
 
 DEFAULTS = (
     "trainer.val_only=true", "trainer.experiment_name=evaluation", "trainer.resume_mode=disable", "trainer.logger=[]",
     "data.train_files=[]", "distillation.enabled=false",
 )
-"""Behind the recipe, before what the command line says."""
+"""Overrides of the recipe; the command line takes precedence."""
 MODEL_PATH = "actor_rollout_ref.model.path"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda stopping: evaluate(options, stopping), debug=options.debug)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line, with `models` apart from `overrides`; exits on a usage error."""
+    """Parse the command line, with `models` separate from `overrides`; exit on a usage error."""
     parser = make_parser("python -m hybrid_gkd.evaluate", "Validation of several models, without training.")
     parser.add_argument("--data", action="append", help="held-out prompts, as data.val_files; may be repeated")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
@@ -52,22 +52,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.models = list(dict.fromkeys(word for word in options.overrides if not is_override(word)))
     options.overrides = list(filter(is_override, options.overrides))
     if not options.models or any(override.startswith(f"{MODEL_PATH}=") for override in options.overrides):
-        parser.error(f"the models to validate are named as arguments, at least one (not by {MODEL_PATH})")
+        parser.error(f"name at least one model as an argument (not with {MODEL_PATH})")
     return options
 
 
 def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
-    """Validate every model and print the table, also of those before one that failed. Raises HybridGKDError."""
+    """Validate every model and print the table; after an error, of the models before it. Raises HybridGKDError."""
     config = base_config(options)
-    configs = name_runs(call_all(functools.partial(for_model, config, model) for model in options.models))
-    with quick_imports():
+    configs = unique_run_names(call_all(functools.partial(config_for_model, config, model) for model in options.models))
+    with gc_paused():
         from hybrid_gkd.launch import preflight, run
 
     all_facts = call_all(functools.partial(preflight.check_all, each) for each in configs)
     rows: dict[str, Mapping[str, float]] = {}
     try:
         for model, facts in zip(options.models, all_facts, strict=True):
-            if stopping.requested():  # by a signal while the model before was stopped
+            if stopping.requested():  # a signal arrived while the previous model was shut down
                 break
             rows[model] = run.execute(facts, stopping).last_metrics
     finally:
@@ -77,8 +77,8 @@ def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
 
 
 def base_config(options: argparse.Namespace) -> Config:
-    """The configuration for all models, distilling where a teacher is given. Raises HybridGKDError."""
-    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(exported(options.models[0]))}"]
+    """Return the configuration of all models; with a teacher, distillation is enabled. Raises HybridGKDError."""
+    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(model_folder(options.models[0]))}"]
     files = [f"data.val_files={json.dumps(options.data)}"] if options.data else []
     options.overrides = [*overrides, *own, *files]
     config = load(options)
@@ -90,9 +90,12 @@ def base_config(options: argparse.Namespace) -> Config:
     return config
 
 
-def exported(model: str) -> str:
-    """The Hugging Face folder of a checkpoint that has one with weights; the base model of an adapter folder; anything
-    else as it is, with the home folder expanded. Raises ConfigError if an adapter folder names no base model."""
+def model_folder(model: str) -> str:
+    """Return the Hugging Face folder of a model.
+
+    For a checkpoint with exported weights it is that export, for an adapter folder its base model, else the given path.
+    Raises ConfigError if an adapter folder names no base model.
+    """
     folder = Path(model).expanduser()
     if (folder / STATE).is_file():
         exports = [folder / name for name in ("huggingface_merged", "huggingface") if (folder / name).is_dir()]
@@ -101,17 +104,17 @@ def exported(model: str) -> str:
         try:
             return str(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(MODEL_PATH, f"{ADAPTER_CONFIG} there names no base model: {error!r}", model) from error
+            raise ConfigError(MODEL_PATH, f"its {ADAPTER_CONFIG} names no base model: {error!r}", model) from error
     return str(folder) if folder.exists() else model
 
 
-def for_model(config: Config, model: str) -> Config:
-    """A copy for one model. A checkpoint without exported weights is loaded over the model that its run began with, an
-    adapter folder over its base model.
+def config_for_model(config: Config, model: str) -> Config:
+    """Return a copy of the configuration for one model.
 
-    Raises ConfigError: the configuration of that run cannot be read.
+    A checkpoint without exported weights is loaded into the model that its run started from, an adapter folder into its
+    base model. Raises ConfigError: the configuration of that run cannot be read.
     """
-    config, path = copy.deepcopy(config), exported(model)
+    config, path = copy.deepcopy(config), model_folder(model)
     config.actor_rollout_ref.model.path = path
     adapter, section = Path(model).expanduser(), config.actor_rollout_ref.model
     is_adapter = (adapter / ADAPTER_CONFIG).is_file()
@@ -127,8 +130,8 @@ def for_model(config: Config, model: str) -> Config:
     return config
 
 
-def name_runs(configs: list[Config]) -> list[Config]:
-    """Give each a run folder of its own, also where the names of models end alike."""
+def unique_run_names(configs: list[Config]) -> list[Config]:
+    """Give every configuration its own run folder, also if model names end alike."""
     taken: set[str] = set()
     for config in configs:
         name, number = config.trainer.experiment_name, 1
@@ -140,7 +143,7 @@ def name_runs(configs: list[Config]) -> list[Config]:
 
 
 def to_text(rows: Mapping[str, Mapping[str, float]], *, as_json: bool) -> str:
-    """Model -> metrics as a table, or as a JSON list of objects."""
+    """Format model -> metrics as a table, or as a JSON list of objects."""
     if as_json:
         return json.dumps([{"model": model, **metrics} for model, metrics in rows.items()], indent=2)
     from hybrid_gkd.reporting.final_table import comparison

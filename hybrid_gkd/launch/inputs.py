@@ -1,4 +1,4 @@
-"""The checks of what a run is given: models, tokenizers, a teacher, files, prompts."""
+"""Preflight checks of the inputs of a run: models, tokenizers, teacher, data files, prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_gkd.compat.vllm.architectures import cannot_be_served
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
@@ -34,23 +34,23 @@ from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
+from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated_sample
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 5
-"""Tokens that a message names."""
+MAX_SHOWN = 5
+"""Maximum number of tokens listed in a message."""
 
 
 def student(facts: Facts) -> str:
-    """The student's folder has what it needs; its tokenizer loads and ends answers; all positions fit."""
+    """Check the student's folder, its tokenizer and end-of-text tokens, its architecture and its length limit."""
     config, model = facts.config, facts.config.actor_rollout_ref.model
     check_model_folder("actor_rollout_ref.model.path", model.path)
     check_export("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
-    with naming(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
+    with prefix_errors(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    with naming("actor_rollout_ref.model.path"):
+    with prefix_errors("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
@@ -63,13 +63,13 @@ def student(facts: Facts) -> str:
     check_topk(facts)
     return (
         f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
-        f"vocabulary, of which {facts.stop_token_ids} end an answer"
+        f"vocabulary, of which {facts.stop_token_ids} end a completion"
     )
 
 
 def critic(facts: Facts) -> str:
-    """The critic's folder has what it needs, the student's tokenizer included; all positions fit."""
-    config, model, found = facts.config, facts.config.critic_model, "none is needed"
+    """Check the critic's folder, its tokenizer against the student's, and its length limit."""
+    config, model, found = facts.config, facts.config.critic_model, "not needed"
     if config.uses_critic:
         of_student = model.path == config.actor_rollout_ref.model.path
         if not of_student:
@@ -81,8 +81,8 @@ def critic(facts: Facts) -> str:
     return found
 
 
-def reference(facts: Facts) -> str:
-    """The folder of the reference policy has what it needs, the student's tokenizer included; all positions fit."""
+def reference_policy(facts: Facts) -> str:
+    """Check the folder of the reference policy, its tokenizer against the student's, and its length limit."""
     config, key = facts.config, "actor_rollout_ref.ref.model.path"
     path = config.actor_rollout_ref.ref.model.path
     if not config.uses_reference:
@@ -90,19 +90,19 @@ def reference(facts: Facts) -> str:
     if not config.has_reference_model:
         return f"the student's {config.ref_model.path} without its LoRA adapters"
     if path is None:
-        return f"the student's {config.ref_model.path} as it is there"
+        return f"the student's initial weights {config.ref_model.path}"
     check_other_model("reference policy", key, config.ref_model, facts)
     check_architecture(key, config.ref_model, LogprobModel)
     return path
 
 
 def reward_model(facts: Facts) -> str:
-    """The reward model's folder has a classifier with one label and its head; what it reads of a prompt fits."""
+    """Check that the reward model is a classifier with one label, and that its inputs fit its length limit."""
     config, key = facts.config, REWARD_MODEL_PATH
     model = config.reward_model.model
     if not config.uses_reward_model:
         return "none is needed"
-    from hybrid_gkd.student.reward_model import check_classifier  # imports all that trains a model
+    from hybrid_gkd.student.reward_model import check_classifier  # imports torch and transformers
 
     assert model.path is not None
     check_model_folder(key, model.path)
@@ -114,7 +114,7 @@ def reward_model(facts: Facts) -> str:
         raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions ({field})", limit)
     if config.reward_model.max_length is None:
         check_positions("reward model", model.path, config.data, config.max_sequence_length, (positions, field))
-    with naming(key):
+    with prefix_errors(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     same = all(of(own) == of(facts.tokenizer) for of in (tokenizer_hash, special_tokens))
     other = None if same else "tokenizer"
@@ -123,37 +123,40 @@ def reward_model(facts: Facts) -> str:
     texts = RewardTexts(facts.tokenizer, own if other else None, limit)
     nothing = np.zeros(0, np.int32)
     request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=nothing, seed=0)
-    empty = generated(request, nothing, version=0, status="stop", logprobs=None)
+    empty = generated_sample(request, nothing, version=0, status="stop", logprobs=None)
     for prompt in (*facts.train_prompts, *facts.val_prompts):
-        texts.tokens(prompt, empty)  # so that a template that refuses a chat says so now
+        texts.tokens(prompt, empty)  # a template that rejects a chat raises now
     facts.reward_texts = texts
-    read = f"texts are encoded anew for its {other}" if other else "reads the student's tokens"
+    read = f"texts are encoded again for its {other}" if other else "reads the student's tokens"
     return f"{model.path}, {read}" + (f", at most {limit}" if limit is not None else "")
 
 
 def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> None:
-    """A model that computes what the student writes. Raises ModelError, ConfigError or CheckpointError."""
+    """Check a model that computes log-probabilities or values of the student's tokens.
+
+    Raises ModelError, ConfigError or CheckpointError.
+    """
     check_model_folder(key, model.path)
     check_export(key, model.path)
     rows = check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
     check_rows(who, model.path, rows, facts)
-    with naming(key):
+    with prefix_errors(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
-        raise ModelError(f"{key}: {who} and student must have the same vocabulary; {model.path} has another one")
+        raise ModelError(f"{key}: {who} and student must have the same vocabulary; {model.path} has a different one")
 
 
 def teacher(facts: Facts) -> str:
-    """Every given service answers; or the folder of the model to start one with has what it needs."""
+    """Check that every given service answers, or the folder of the model that the run starts as teacher."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     facts.local_teacher = place_teacher(config, device=facts.device, gpus=facts.gpus)
     if not config.distillation.enabled:
         return "none is needed"
     if section.cache is not None:
-        with naming("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
+        with prefix_errors("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
             stored = len(store)
         if section.is_stored:
-            return f"none is asked: {stored} answers are scored in {section.cache}"
+            return f"not needed: {section.cache} has the scores of {stored} completions"
     if section.server_ip is not None:
         keys = load_keys(section.keys) if section.keys is not None else None
         key = "actor_rollout_ref.teacher.connect_timeout"
@@ -165,7 +168,7 @@ def teacher(facts: Facts) -> str:
     assert path is not None
     check_model_folder(TEACHER_PATH, path)
     check_export(TEACHER_PATH, path)
-    needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
+    needed = config.max_sequence_length + 1  # vLLM generates one token in order to score
     rows = check_length("teacher", path, config, needed, {})
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
         check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
@@ -175,7 +178,10 @@ def teacher(facts: Facts) -> str:
 
 
 def teacher_template(given: str | None) -> str | None:
-    """The chat template that the teacher is to see in place of the student's. Raises ConfigError, ModelError."""
+    """Return the teacher's chat template that replaces the student's; None for the student's.
+
+    Raises ConfigError, ModelError.
+    """
     if given is None or "{" in given:
         return given
     key = "actor_rollout_ref.teacher.chat_template"
@@ -189,12 +195,12 @@ def teacher_template(given: str | None) -> str | None:
         raise ConfigError(key, "must be a file with a template, a folder with a tokenizer, or a template", given)
     template = load_tokenizer(given).chat_template
     if not isinstance(template, str):
-        raise ConfigError(key, "the tokenizer there has no chat template", given)
+        raise ConfigError(key, "the tokenizer in this folder has no chat template", given)
     return template
 
 
 def files(facts: Facts) -> str:
-    """Every row of every file has a prompt, and an answer where one is asked for."""
+    """Read all rows, and check that each has a prompt, and an answer if rewards need one."""
     section, reward = facts.config.data, facts.config.reward
     read = functools.partial(
         read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
@@ -210,11 +216,11 @@ def files(facts: Facts) -> str:
     ])  # fmt: skip
     facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
-    return "{} to train on, {} for validation, each with a prompt".format(*parts)
+    return "{} for training, {} for validation, each with a prompt".format(*parts)
 
 
 def data(facts: Facts) -> str:
-    """Every prompt fits; they fill a batch."""
+    """Tokenize all prompts and check their lengths, and that they fill a training batch."""
     section, enabled = facts.config.data, facts.config.distillation.enabled
     own = teacher_template(facts.config.actor_rollout_ref.teacher.chat_template if enabled else None)
     make = functools.partial(
@@ -242,7 +248,7 @@ def data(facts: Facts) -> str:
     given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
-    left = left_over(facts.config, facts.train_prompts, facts.steps)
+    left = describe_dropped_prompts(facts.config, facts.train_prompts, facts.steps)
     return (
         f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}"
@@ -250,27 +256,27 @@ def data(facts: Facts) -> str:
 
 
 def check_given_answers(config: Config, prompts: list[Task]) -> str:
-    """Return how many answers are given, in words. Raises DataError: one that is needed is not."""
+    """Return the number of given completions as text. Raises DataError if a required one is missing."""
     key = config.data.response_key
     if key is None:
         return ""
     missing = [prompt for prompt in prompts if prompt.response_ids is None]
     if len(missing) == len(prompts):
-        raise DataError(f"data.train_files: no row has an answer in the column {key!r} (data.response_key)")
+        raise DataError(f"data.train_files: no row has a completion in the column {key!r} (data.response_key)")
     for needs, rule in (
         (config.trainer.warmup_steps_sft > 0, "trainer.warmup_steps_sft"),
         (config.is_sft, "distillation.enabled=false without distillation.on_policy_fraction"),
     ):
         if missing and needs:
             raise DataError(
-                f"data.train_files: {len(missing)} of {len(prompts)} rows have no answer in the column {key!r} "
-                f"(data.response_key), row {missing[0].row} first; {rule} trains on given answers alone"
+                f"data.train_files: {len(missing)} of {len(prompts)} rows have no completion in the column {key!r} "
+                f"(data.response_key), first row {missing[0].row}; {rule} trains on given completions only"
             )
-    return f" (for {len(prompts) - len(missing)} of them an answer is given)"
+    return f" ({len(prompts) - len(missing)} with a given completion)"
 
 
 def check_data_sources(facts: Facts) -> None:
-    """Raises DataError: the reward by_data_source has no function for a row; ConfigError: its library is missing."""
+    """Check that by_data_source has a function for every row. Raises DataError; ConfigError: a library is missing."""
     if "by_data_source" not in (facts.reward or {}):
         return
     sources = {prompt.data_source for prompt in (*facts.train_prompts, *facts.val_prompts)}
@@ -282,28 +288,28 @@ def check_data_sources(facts: Facts) -> None:
                 raise DataError(
                     f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
                     f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
-                    f"knows no function; it knows {', '.join(DATA_SOURCES)}, and names that begin with aime"
+                    f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
                 )
 
 
-def left_over(config: Config, prompts: list[Task], steps: int) -> str:
-    """How many prompts of the last epoch a run leaves out that is as long as its epochs; or that this is not known."""
+def describe_dropped_prompts(config: Config, prompts: list[Task], steps: int) -> str:
+    """Return a note on prompts that the last epoch leaves out; empty if there are none or the steps are configured."""
     if config.trainer.val_only:
         return ""
     if config.algorithm.filter_groups.enable:
-        return "; a step takes further prompts where groups have no signal (algorithm.filter_groups)"
+        return "; a step draws further prompts to replace uninformative groups (algorithm.filter_groups)"
     sampler = make_sampler(config.data, prompts)
     full, left = sampler.num_steps(config.trainer.total_epochs)
     if steps != full or not left:
         return ""
     return (
-        f"; {left} of {sampler.num_prompts} prompts are left out of the last epoch, as they fill no batch of "
+        f"; {left} of {sampler.num_prompts} prompts are left out of the last epoch, since they do not fill a batch of "
         f"{config.data.train_batch_size} (data.train_batch_size)"
     )
 
 
 def check_export(key: str, path: str) -> None:
-    """Weights that a run has exported into a checkpoint are what it wrote. Raises ModelError or CheckpointError."""
+    """Check that weights exported into a checkpoint are unchanged. Raises ModelError or CheckpointError."""
     folder = Path(path).absolute()
     if not (folder.parent / MANIFEST).is_file():
         return
@@ -312,7 +318,7 @@ def check_export(key: str, path: str) -> None:
 
 
 def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> int:
-    """Check that the longest possible sequence fits the model and its engine; return the rows of its embedding.
+    """Check that the longest possible sequence fits the model and its engine; return the number of embedding rows.
 
     Raises ConfigError or ModelError.
     """
@@ -330,17 +336,17 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
 
 
 def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], instead: str) -> None:
-    """Raises ModelError: vLLM, with the `given` arguments, cannot load the model; `instead`: what can."""
+    """Raise ModelError if vLLM cannot load the model with the `given` arguments; `instead`: setting that can."""
     hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
     if "hf_overrides" not in given and (reason := cannot_be_served(hf_config)):
-        raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} computes it with transformers")
+        raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} uses transformers")
 
 
 def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
-    """Keep what is drawn and scored below a model's `rows`, and warn of tokens that are left out by it.
+    """Limit drawn and scored ids to a model's embedding `rows`, and warn of tokens that this excludes.
 
-    Such a token has been added to the tokenizer alone, or to another model. Raises DataError: a prompt, or what the
-    teacher reads in its place, has one; ModelError: only such tokens end an answer.
+    Such tokens were added to the tokenizer only, or to another model. Raises DataError: a prompt, or the teacher's
+    version of it, has one; ModelError: only such tokens end a completion.
     """
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
@@ -351,14 +357,15 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
                 raise DataError(
                     f"{key}: the prompt of row {prompt.row} has the token "
                     f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
-                    f"has {rows} rows in its embedding (vocab_size), for ids below {rows} only"
+                    f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
                 )
     if facts.num_ids is None or rows >= facts.num_ids:
         return
-    left_out = ", ".join(map(repr, facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:SHOWN])))
-    what = f"the {who} {path} has {rows} rows in its embedding (vocab_size), the student more: {left_out}"
+    excluded = facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:MAX_SHOWN])
+    names = ", ".join(map(repr, excluded))
+    what = f"the {who} {path} has {rows} rows in its embedding (vocab_size), the student more: {names}"
     if all(stop >= rows for stop in facts.stop_token_ids):
-        raise ModelError(f"{what}, among them all that end an answer ({facts.stop_token_ids})")
+        raise ModelError(f"{what}, among them all that end a completion ({facts.stop_token_ids})")
     logger.warning("%s; tokens with the ids %d to %d are never drawn", what, rows, facts.num_ids - 1)
     facts.num_ids = rows
     check_topk(facts)
@@ -376,24 +383,24 @@ def check_topk(facts: Facts) -> None:
 
 
 def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: tuple[int | None, str]) -> None:
-    """Raises ConfigError: the longest possible sequence does not fit into a model's `position_limit`."""
+    """Raise ConfigError if the longest possible sequence exceeds a model's `position_limit`."""
     positions, field = limit
     if positions is not None and positions < needed:
         rule = (
-            f"prompt limit and response limit together ({lengths.max_prompt_length} + {lengths.max_response_length}) "
-            f"need {needed} positions, but the {who} {path} has {positions} ({field})"
+            f"prompt and response limits ({lengths.max_prompt_length} + {lengths.max_response_length}) need {needed} "
+            f"positions, but the {who} {path} has {positions} ({field})"
         )
         raise ConfigError("data.max_response_length", rule, lengths.max_response_length)
 
 
 def check_architecture(key: str, model: ModelConfig, wrap: Callable[[Any], object]) -> None:
-    """A model that is trained, or computed as the student is, can be computed exactly. Raises ModelError, ConfigError.
+    """Check that a model's computation can be reproduced exactly, by calling `wrap` on the model without weights.
 
-    `wrap` refuses models; this one has no weights.
+    Raises ModelError, ConfigError.
     """
     built = build_model(
         model.path, dtype=torch.float32, trust_remote_code=model.trust_remote_code,
         override_config=model.override_config, key=key,
     )
-    with naming(key):
+    with prefix_errors(key):
         wrap(built)

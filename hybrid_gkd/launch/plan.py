@@ -1,4 +1,4 @@
-"""The plan of a run, made once before anything starts: workers, memory by phase, time, room for checkpoints."""
+"""The plan of a run, made once before the start: workers, memory by phase, time, disk space for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from hybrid_gkd.config import CheckpointConfig, Config
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
-from hybrid_gkd.offload.budget import GIB, LocalTeacher, Memory, has_phase
-from hybrid_gkd.offload.needs import TrainedModel, exported_bytes, plan_memory
+from hybrid_gkd.offload.budget import GIB, Memory, TeacherPlacement, has_phase
+from hybrid_gkd.offload.needs import TrainedSpec, exported_bytes, plan_memory
 from hybrid_gkd.offload.residency import FROZEN
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
 
-SPARE = 0.1
-"""Of a GPU: offloads are called unnecessary only where so much stays free, since activations are "at least"."""
+FREE_FRACTION = 0.1
+"""Fraction of a GPU that must stay free before offloads are called unnecessary; activations are lower bounds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """What a run takes of its machines, by its configuration and by what the checks have found."""
+    """Resources that a run takes, from its configuration and the results of the checks."""
 
     memory: Memory
     gpu_bytes: int | None
-    """Memory of this machine's first GPU; None without one, or where the workers use none."""
+    """Memory of this machine's first GPU; None without one, or if the workers use none."""
     card_bytes: int | None
-    """Of each worker's GPU; those of a given cluster are known when it has placed the workers."""
-    shares: dict[str, float]
-    """Of such a GPU: of the rollout engine and of a local teacher; empty while it is not known."""
+    """Memory of each worker's GPU; None for a given cluster until the workers are placed."""
+    gpu_fractions: dict[str, float]
+    """Fractions of such a GPU for the rollout engine and a local teacher; empty without `card_bytes`."""
     phases: dict[str, dict[str, float]]
-    """Phase -> owner -> bytes on each worker; without `card_bytes` the shares of a GPU are left out."""
+    """Phase -> owner -> bytes on each worker; without `card_bytes` the fractions of a GPU are left out."""
     host: dict[str, float]
-    """Owner -> bytes on the host of each worker that trains."""
+    """Owner -> bytes on the host of each training worker."""
     loaded: dict[str, Any]
-    """What starts.jsonl keeps, so that the time to load can be told before the next start."""
+    """Models and workers, kept in starts.jsonl to predict the loading time of later starts."""
     places: tuple[str, ...]
-    """Workers, rollout engine, batch and teacher, a line each."""
+    """Lines about workers, rollout engine, batch and teacher."""
     times: tuple[str, ...]
-    """Steps and loading, a line each."""
+    """Lines about steps and loading."""
     checkpoint_bytes: int
-    """Of one checkpoint."""
+    """Size of one checkpoint."""
     steps: int | None
-    """Of the whole run, where they are known."""
+    """Steps of the whole run; None if unknown."""
 
     @property
     def copy_bytes(self) -> float | None:
-        """What a worker takes of its host where training goes on while a checkpoint is written; None: it does not."""
+        """Return the host memory of a worker if checkpoints are written in the background; None if they are not."""
         return sum(self.host.values()) if "checkpoint" in self.host else None
 
     def __str__(self) -> str:
@@ -66,33 +66,34 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config, trained: tuple[TrainedModel, ...], device: str, teacher: LocalTeacher | None = None, *,
+    config: Config, trained: tuple[TrainedSpec, ...], device: str, teacher: TeacherPlacement | None = None, *,
     engine: str = "none", gpu_bytes: int | None = None, steps: int | None = None, steps_done: int = 0,
 ) -> RunPlan:
-    """Raises ConfigError: a phase does not fit into this machine's GPU; ModelError: a model's own cannot be read.
+    """Make the plan of a run.
 
-    The GPUs of a given cluster are known when the workers are placed, see `check_free_memory`.
+    The GPUs of a given cluster are checked after the workers are placed, see `check_free_memory`. Raises ConfigError: a
+    phase does not fit into this machine's GPU; ModelError: a model's configuration cannot be read.
     """
-    memory, shares = plan_memory(config, trained, device, teacher), dict[str, float]()
+    memory, gpu_fractions = plan_memory(config, trained, device, teacher), dict[str, float]()
     card_bytes = gpu_bytes if config.ray_init.address is None else None
     if card_bytes is not None:
         memory.check(card_bytes)
-        shares["rollout engine"] = memory.share_of_engine(card_bytes)
+        gpu_fractions["rollout engine"] = memory.engine_fraction(card_bytes)
         if teacher is not None:
-            shares["local teacher"] = memory.share_of_teacher(card_bytes)
-    loaded = what_is_loaded(config, device=device, engine=engine)
-    times = (time_plan(config, steps, steps_done),) if steps else ()
+            gpu_fractions["local teacher"] = memory.teacher_fraction(card_bytes)
+    loaded = describe_loading(config, device=device, engine=engine)
+    times = (duration_line(config, steps, steps_done),) if steps else ()
     return RunPlan(
-        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, shares=shares,
+        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, gpu_fractions=gpu_fractions,
         phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
-        places=placement_plan(config, device=device, engine=engine),
-        times=(*times, loading_plan(loaded, config.experiment_dir.parent)), steps=steps,
+        places=placement_lines(config, device=device, engine=engine),
+        times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
         checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
     )  # fmt: skip
 
 
-def placement_plan(config: Config, *, device: str, engine: str) -> tuple[str, ...]:
-    """Workers, rollout engine, batch and teacher, a line each."""
+def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, ...]:
+    """Return lines about workers, rollout engine, batch and teacher."""
     arr = config.actor_rollout_ref
     pools = f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))"
     if not arr.hybrid_engine:
@@ -107,8 +108,9 @@ def placement_plan(config: Config, *, device: str, engine: str) -> tuple[str, ..
     refill = config.algorithm.filter_groups
     if refill.enable:
         lines.append(
-            f"refill: groups without a signal ({refill.metric}) are left out, at most {refill.max_num_gen_batches} "
-            f"generation batches of {config.data.gen_batch_size or config.data.train_batch_size} prompts a step"
+            f"group filtering: uninformative groups ({refill.metric}) are replaced, with at most "
+            f"{refill.max_num_gen_batches} generation batches of "
+            f"{config.data.gen_batch_size or config.data.train_batch_size} prompts per step"
         )
     if config.distillation.enabled:
         where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
@@ -119,42 +121,42 @@ def placement_plan(config: Config, *, device: str, engine: str) -> tuple[str, ..
 
 
 def memory_lines(plan: RunPlan) -> list[str]:
-    """Memory of each worker by phase, and vLLM's shares of a GPU."""
+    """Return lines about the memory of each worker by phase, and vLLM's fractions of a GPU."""
     memory, spec = plan.memory, plan.memory.specs["student"]
     adapters = f" below {spec.adapter_parameters / 1e6:.1f} M in adapters" if spec.adapter_parameters else ""
     others = [name for name in memory.specs if name not in ("student", "reference")]
     lines = [
-        f"student: {spec.parameters / 1e6:.1f} M parameters{adapters}, {memory.engine.token:.0f} bytes of KV cache a "
-        "token per worker",
+        f"student: {spec.parameters / 1e6:.1f} M parameters{adapters}, {memory.engine.token:.0f} bytes of KV cache "
+        "per token and worker",
         *(f"{name}: {memory.specs[name].parameters / 1e6:.1f} M parameters" for name in others),
-        "memory of each worker by phase, GiB (activations: at least):",
+        "memory of each worker by phase, GiB (activations are lower bounds):",
     ]
-    lines += [f"  {phase:21s} {in_gib(owners, 8)}" for phase, owners in plan.phases.items()]
+    lines += [f"  {phase:21s} {format_gib(owners, 8)}" for phase, owners in plan.phases.items()]
     lines.append(host_line(plan))
     if plan.card_bytes is not None:
-        shares = ", ".join(f"{name} {share:g}" for name, share in plan.shares.items())
-        lines.append(f"shares of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {shares}")
-        lines += room_without_offloads(memory, plan.card_bytes, plan.shares["rollout engine"])
+        gpu_fractions = ", ".join(f"{name} {share:g}" for name, share in plan.gpu_fractions.items())
+        lines.append(f"fractions of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {gpu_fractions}")
+        lines += unnecessary_offloads(memory, plan.card_bytes, plan.gpu_fractions["rollout engine"])
     elif memory.device == "cuda":
-        lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
+        lines.append("KV cache and fractions of a GPU: computed after the cluster has placed the workers")
     return lines
 
 
 def host_line(plan: RunPlan) -> str:
-    """What each worker that trains takes of its host's memory."""
-    return f"host memory of each worker that trains, GiB: {in_gib(plan.host)}"
+    """Return a line about the host memory of each training worker."""
+    return f"host memory of each training worker, GiB: {format_gib(plan.host)}"
 
 
-def in_gib(owners: dict[str, float], width: int = 0) -> str:
-    """The sum of sizes, and each of them."""
+def format_gib(owners: dict[str, float], width: int = 0) -> str:
+    """Format the sum of sizes in bytes and its summands, in GiB."""
     parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
     return f"{sum(owners.values()) / GIB:{width}.3f} = {parts or 'none'}"
 
 
-def room_without_offloads(memory: Memory, total: int, share: float) -> list[str]:
-    """A line that names the student's offloads which a GPU of `total` bytes can do without; none if it needs them.
+def unnecessary_offloads(memory: Memory, total: int, share: float) -> list[str]:
+    """Return a line about offloads of the student that a GPU of `total` bytes does not need; empty if it needs them.
 
-    The rollout engine keeps its share: a smaller KV cache might cost more than the copies.
+    The rollout engine keeps its fraction, because a smaller KV cache might cost more than the copies.
     """
     keys = {"param_offload": ("actor_params", FROZEN), "optimizer_offload": ("optimizer_state",)}
     offloads = [key for key, owners in keys.items() if memory.moves[owners[0]]]
@@ -165,58 +167,58 @@ def room_without_offloads(memory: Memory, total: int, share: float) -> list[str]
             other.check(total)
             phases = other.phases(total)
             largest = max(sum(owners.values()) for phase, owners in phases.items() if phase != "rollout")
-            if other.share_of_engine(total) == share and largest <= (1 - SPARE) * total:
+            if other.engine_fraction(total) == share and largest <= (1 - FREE_FRACTION) * total:
                 settings = " ".join(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in off)
                 return [
-                    f"offloads that this GPU does not need: {settings} saves each step their copies; then no phase but "
-                    f"the rollout holds more than {largest / GIB:.1f} GiB"
+                    f"unnecessary offloads on this GPU: {settings} saves their copies in each step; all phases but the "
+                    f"rollout then need at most {largest / GIB:.1f} GiB"
                 ]
     return []
 
 
-def time_plan(config: Config, steps: int, done: int) -> str:
-    """How long the steps will take, where an earlier run in this folder with the same settings tells it.
+def duration_line(config: Config, steps: int, done: int) -> str:
+    """Return a line about the duration of the steps, from an earlier run in this folder with the same settings.
 
-    `steps`: of the whole run, of which `done` are behind.
+    `steps`: of the whole run; `done`: completed ones.
     """
     taken = earlier_step_seconds(config)
     todo = f"steps: {steps - done}"
     if taken is None:
-        return f"{todo}; how long they take is known after a run with these settings in {config.run_dir}"
+        return f"{todo}; no duration known: no earlier run with these settings in {config.run_dir}"
     total = datetime.timedelta(seconds=round((steps - done) * taken))
-    return f"{todo}, about {total} at {taken:.2f} s each, as in the run there"
+    return f"{todo}, about {total} at {taken:.2f} s each, as in the earlier run"
 
 
 def earlier_step_seconds(config: Config) -> float | None:
-    """Mean time of a step, validation and checkpoints included, of the run in the run folder; None without one."""
+    """Return the mean time of a step, validation and checkpoints included, of an earlier run in the folder, or None."""
     metrics = config.run_dir / "metrics.jsonl"
     earlier, problems = examine_config(config_name="config", config_path=config.run_dir)
-    if earlier is None or problems or _pace(earlier) != _pace(config) or not metrics.is_file():
+    if earlier is None or problems or _speed_settings(earlier) != _speed_settings(config) or not metrics.is_file():
         return None
     rows = list(read_json_lines(metrics))
     names = ("timing/step", "timing/testing", "timing/save_checkpoint")
     seconds = [sum(row.get(name, 0.0) for name in names) for row in rows if "timing/step" in row]
-    return statistics.mean(seconds[1:] or seconds) if seconds else None  # the first one also warms up
+    return statistics.mean(seconds[1:] or seconds) if seconds else None  # the first step includes warm-up
 
 
-def loading_plan(loaded: dict[str, Any], project: Path) -> str:
-    """The weights that a start reads, and how long the last start of the project that loaded the same took."""
+def loading_line(loaded: dict[str, Any], project: Path) -> str:
+    """Return a line about the weights to read, and the duration of the last start with the same models."""
     sizes = {path: _weight_bytes(path) for path in loaded["models"]}
     missing = [path for path, size in sizes.items() if not size]
     total = sum(sizes.values())
     size = f"{total / GIB:.1f} GiB" if total > GIB / 10 else f"{total / 2**20:.1f} MiB"
     known = f"{size} of weights to read" if total else ""
-    fetched = f"not on this machine yet: {', '.join(missing)}" if missing else ""
+    fetched = f"to be downloaded: {', '.join(missing)}" if missing else ""
     last = _last_loading(project, loaded)
-    took = "how long it takes is known after a start with these models"
+    took = "no duration known: no earlier start with these models"
     if last is not None:
         when = datetime.datetime.fromtimestamp(last[0]).strftime("%Y-%m-%d %H:%M")
         took = f"it took {last[1]:.0f} s last time ({when})"
     return f"loading: {'; '.join(filter(None, (known, fetched, took)))}"
 
 
-def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any]:
-    """See `RunPlan.loaded`; the models are folders or hub ids."""
+def describe_loading(config: Config, *, device: str, engine: str) -> dict[str, Any]:
+    """Return the value of `RunPlan.loaded`; models are folders or hub ids."""
     arr, workers = config.actor_rollout_ref, [config.world_size, config.rollout_world_size]
     own_teacher = config.distillation.enabled and arr.teacher.is_local
     paths = [arr.model.path] + [arr.teacher.model.path or ""] * own_teacher
@@ -228,7 +230,7 @@ def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any
 
 
 def _weight_bytes(path: str) -> int:
-    """Of a model's files on this machine; 0 for a hub id whose weights are not there."""
+    """Return the size of a model's weight files on this machine; 0 for a hub id that is not downloaded."""
     folder = local_folder(path)
     for suffix in WEIGHT_SUFFIXES:  # a folder may have the same weights in several formats
         files = list(folder.glob(f"*{suffix}")) if folder is not None else []
@@ -238,7 +240,7 @@ def _weight_bytes(path: str) -> int:
 
 
 def _last_loading(project: Path, loaded: dict[str, Any]) -> tuple[float, float] | None:
-    """When the last start of a project that loaded the same began, and the seconds until it could train."""
+    """Return begin and duration in seconds of the last start of a project with the same models."""
     found = list[tuple[float, float]]()
     for file in project.glob(f"*/{STARTS}"):
         start: dict[str, Any] = {}
@@ -249,8 +251,8 @@ def _last_loading(project: Path, loaded: dict[str, Any]) -> tuple[float, float] 
     return max(found, default=None)
 
 
-def _pace(config: Config) -> list[Any]:
-    """The settings that decide how long a step takes."""
+def _speed_settings(config: Config) -> list[Any]:
+    """Return the settings that determine the duration of a step."""
     trainer = config.trainer
     other = [trainer.nnodes, trainer.n_gpus_per_node, trainer.scheduler, trainer.device, config.rollout]
     other += [trainer.test_freq, trainer.save_freq, trainer.critic_warmup]
@@ -259,15 +261,15 @@ def _pace(config: Config) -> list[Any]:
 
 
 def check_free_memory(memory: Memory, placements: list[Placement], *, beside_teacher: bool = False) -> None:
-    """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
+    """Check that each worker's GPU is large enough for every phase, and that other processes leave enough of it free.
 
-    The placements are measured before the workers load; with `beside_teacher` a local teacher that shares a GPU has its
-    memory already, or takes it meanwhile.
+    The placements are measured before the workers load. `beside_teacher`: a local teacher on the same GPU has its
+    memory already, or is about to take it. Raises ConfigError with the sizes.
     """
     on_gpus = [place for place in placements if place.gpu is not None]
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in on_gpus):
         memory.check(total_bytes, role)
-    computed = memory.engine_share is None  # then from what is free
+    computed = memory.configured_fraction is None  # then from the free memory
     ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if beside_teacher else set())
     for place in on_gpus:
         for phase, owners in memory.phases(place.total_bytes).items():
@@ -275,31 +277,31 @@ def check_free_memory(memory: Memory, placements: list[Placement], *, beside_tea
             if has_phase(place.role, phase) and needed > place.free_bytes:
                 raise ConfigError(
                     "trainer.n_gpus_per_node",
-                    f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
-                    "perhaps a teacher, holds what is not free: stop it, or leave this GPU out of CUDA_VISIBLE_DEVICES",
+                    f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}, but another process, "
+                    "perhaps a teacher, uses this GPU: stop it, or remove the GPU from CUDA_VISIBLE_DEVICES",
                     show_value=False,
                 )
 
 
-def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedModel]) -> int:
-    """Bytes of one checkpoint: of each model weights or adapters and both moments, and the Hugging Face folders."""
+def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
+    """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, and the exports."""
     student = trained[0]
     adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0
     return 3 * sum(model.master for model in trained) + adapters + exported_bytes(section, student.spec)
 
 
 def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
-    """Bytes that have to be free for the checkpoints of a run, in addition to those already in its folder.
+    """Return the bytes that must be free for the checkpoints of a run, beyond those already in its folder.
 
-    An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept, and the
-    best one beside them. Where all are kept, there has to be room for the next one. What a killed run has reserved or
-    begun to write makes room for it. `one`: of a checkpoint; `steps`: of the whole run, None where that is not known.
+    An old checkpoint is removed after the next one is complete, so that one more than the kept ones exists at times,
+    and the best one besides. If all are kept, the next one must fit. Space reserved or partly written by a killed run
+    is reused. `one`: bytes of a checkpoint; `steps`: of the whole run, None if unknown.
     """
     trainer = config.trainer
     if trainer.save_freq == 0 or trainer.val_only:
         return 0
-    goes_on = trainer.resume_mode != "disable"  # else the run folder is moved aside
-    freed = _file_bytes(config.run_dir, RESERVED, f"{UNFINISHED}/**/*") if goes_on else 0
+    resumes = trainer.resume_mode != "disable"  # else the run folder is renamed
+    freed = _file_bytes(config.run_dir, RESERVED, f"{UNFINISHED}/**/*") if resumes else 0
     keeps_best = trainer.best_metric is not None
     if trainer.max_actor_ckpt_to_keep is None or (trainer.save_freq == -1 and not keeps_best):
         return max(0, one - freed)
@@ -307,7 +309,7 @@ def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
     if steps is not None:
         frequencies = [trainer.save_freq, *([trainer.test_freq] if keeps_best else [])]
         number = min(number, sum(math.ceil(steps / each) if each > 0 else 1 for each in frequencies))
-    present = _file_bytes(config.run_dir, "global_step_*/**/*") if goes_on else 0
+    present = _file_bytes(config.run_dir, "global_step_*/**/*") if resumes else 0
     return max(0, max(one, number * one - present) - freed)
 
 

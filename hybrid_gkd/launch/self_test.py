@@ -1,6 +1,6 @@
-"""Is what is trained on what the models say? The student as its own teacher has a divergence of 0, within rounding.
+"""Self-test of the training signal: with the student as its own teacher the divergence must be 0, within rounding.
 
-Two packings of the student alone are compared at every start, where its worker loads it: `check_packing`.
+Two packings of the same sequences are compared at every start, when a worker loads the student: `check_packing`.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.models.adapters import adapter_config
 
 PROMPTS, TOKENS = 8, 64
-"""Of the step, at most."""
-LARGEST = {"cpu": 1e-4, "cuda": 1e-2}
-"""Nats per token: a divergence is the square of the rounding, of scores in float16 and, on GPUs, of bfloat16."""
+"""Maximum number of prompts of the step, and of tokens per completion."""
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
+"""Largest divergence by device, nats per token: about the square of the rounding errors of float16 scores and, on
+GPUs, of bfloat16 logits."""
 
 
 def self_test(facts: Facts) -> str:
-    """One step of training with the student as its teacher, in a folder that is removed.
+    """Take one training step with the student as its teacher, in a temporary folder.
 
-    Raises TrainingError where they differ, and whatever a run raises.
+    Raises TrainingError if the divergence is too large, and the errors of a run.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid_gkd_self_test_") as folder, contextlib.ExitStack() as stack:
-        own = check_all(with_itself(facts.config, folder))
+        own = check_all(self_test_config(facts.config, folder))
         own.config.run_dir.mkdir(parents=True)
         trainer = assemble(own, stack, Stopping())
         trainer.fit()
         found = trainer.first_metrics["actor/kl_loss"]
-    largest = LARGEST[own.device]
-    if not found <= largest:
+    tolerance = TOLERANCE[own.device]
+    if not found <= tolerance:
         raise TrainingError(
-            f"self-test: the student as its own teacher has a divergence of {found:.2g} nats per token, rounding is "
-            f"below {largest:g}: what the teacher scores is not what the student computes (its engine, the dtype of "
-            "either, actor_rollout_ref.model.override_config, or a model that is not supported)"
+            f"self-test: the student as its own teacher has a divergence of {found:.2g} nats per token, must be at "
+            f"most {tolerance:g}: teacher and student compute different distributions; check the teacher's engine, "
+            "both dtypes, actor_rollout_ref.model.override_config, and whether the model is supported"
         )
-    return f"the student as its own teacher has a divergence of {found:.2g} nats per token, below {largest:g}"
+    return f"the student as its own teacher has a divergence of {found:.2g} nats per token, below {tolerance:g}"
 
 
-def with_itself(config: Config, folder: str) -> Config:
-    """The configuration of the test: models, workers and engines are those of the run."""
+def self_test_config(config: Config, folder: str) -> Config:
+    """Return the configuration of the test, with the models, workers and engines of the run."""
     config = copy.deepcopy(config)
     arr, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
     arr.teacher.cache = None
     arr.teacher.model.path = arr.model.path
-    if arr.model.lora_adapter_path is not None:  # new adapters of its shape: the teacher is the model below them
+    if arr.model.lora_adapter_path is not None:  # new adapters of the same shape: the teacher is the base model
         own, arr.model.lora_adapter_path = adapter_config(arr.model), None
         arr.model.lora_rank, arr.model.lora_alpha = own.r, own.lora_alpha
         targets, excluded = own.target_modules, own.exclude_modules

@@ -1,8 +1,8 @@
-"""Signals that end a run: Ctrl-C, SIGTERM (a cluster takes the machine), SIGHUP (the terminal is closed).
+"""Signals that end a run: Ctrl-C, SIGTERM (preemption by a scheduler), SIGHUP (closed terminal).
 
-During training the first one lets the step in hand end and be saved, within trainer.grace_period. A second one, and
-any that comes before or after training, ends the run at once: an exception that unwinds what was started. Once that
-goes on, further ones change nothing, so that nothing is left behind half stopped.
+During training the first signal lets the current step finish and be saved, within trainer.grace_period. A second one,
+or one outside of training, ends the run at once by an exception, which shuts everything down. Further signals during
+the shutdown are ignored, so that no process is left behind.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPING_SECONDS = 20.0
-"""Stopping takes less; when it hangs, a further signal ends this process alone, and what it started ends with it."""
+"""Time after which the shutdown counts as hung; a further signal then kills this process and with it its children."""
 
 
 class Stopping:
-    """What the signals of this process ask for. Until `install`, none of them is looked at."""
+    """State of the signals of this process; inactive until `install`."""
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
-        """128 + the first signal; None: there was none."""
+        """128 + number of the first signal; None without a signal."""
         self._grace_period: float | None = None
-        """While training."""
+        """Seconds for the current step to finish; None outside of training."""
         self._is_saved = threading.Event()
-        self._unwinds_since: float | None = None
+        self._shutdown_since: float | None = None
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def install(self) -> None:
-        """Take the signals of this process, but for those that its parent has it ignore, such as nohup's."""
+        """Handle the signals of this process, except those that it inherited as ignored, for example from nohup."""
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def requested(self) -> bool:
-        """Whether the run is to end after the step in hand."""
+        """Return whether the run should end after the current step."""
         return self.exit_code is not None
 
     @contextlib.contextmanager
-    def after_the_step(self, grace_period: float) -> Iterator[None]:
-        """In the block the first signal is a request, which `requested` tells; it has this many seconds to be met."""
+    def deferred_to_step_end(self, grace_period: float) -> Iterator[None]:
+        """Treat the first signal in the block as a request, see `requested`; after `grace_period` seconds end the
+        run."""
         self._grace_period = grace_period or None
         try:
             yield
@@ -57,52 +58,52 @@ class Stopping:
             self._grace_period = None
             self._is_saved.set()
 
-    def withdraw(self) -> None:
-        """A request that came with the last step has nothing left to end: the run is complete."""
+    def cancel_request(self) -> None:
+        """Drop a request that arrived during the last step, since the run is complete."""
         if self.exit_code is not None:
-            logger.warning("%s came with the last step: the run is complete", signal.Signals(self.exit_code - 128).name)
+            logger.warning("%s during the last step: the run is complete", signal.Signals(self.exit_code - 128).name)
         self.exit_code = None
 
     @contextlib.contextmanager
-    def unwinding_after(self) -> Iterator[None]:
-        """However the block ends, what was started is stopped next, and no signal interrupts that."""
-        self._unwinds_since = None  # an earlier run of this process has been stopped by now
+    def uninterrupted_shutdown(self) -> Iterator[None]:
+        """Begin the shutdown at the end of the block, normal or not; no signal interrupts it."""
+        self._shutdown_since = None  # an earlier run of this process has been shut down
         try:
             yield
         finally:
-            self._unwinds_since = self._unwinds_since or time.monotonic()
+            self._shutdown_since = self._shutdown_since or time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first = self.exit_code is None
         self.exit_code = code = 128 + number if self.exit_code is None else self.exit_code
         if number == signal.SIGHUP:
-            self._leave_terminal()
-        # Threads do the talking: the main one may have been interrupted while it held the lock of a log.
-        if self._unwinds_since is not None:
-            if time.monotonic() > self._unwinds_since + STOPPING_SECONDS:
+            self._redirect_terminal()
+        # Log in other threads: the main one may have been interrupted while it held the lock of a log handler.
+        if self._shutdown_since is not None:
+            if time.monotonic() > self._shutdown_since + STOPPING_SECONDS:
                 os._exit(code)
-            _in_thread(logger.warning, "what this run has started is being stopped")
+            _in_thread(logger.warning, "the run is shutting down")
         elif is_first and self._grace_period is not None:
             _in_thread(self._end_after, self._grace_period, number)
         else:
-            self._unwinds_since = time.monotonic()
+            self._shutdown_since = time.monotonic()
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(code)
 
     def _end_after(self, grace_period: float, number: int) -> None:
-        """A second signal comes by itself when the grace period is over."""
+        """Send the second signal when the grace period is over."""
         timeout = Timeout(grace_period, "trainer.grace_period")
         logger.warning(
-            "%s: the run ends when the step in hand is done and saved, within %s; a second signal ends it at once",
+            "%s: the run ends after the current step is finished and saved, within %s; a second signal ends it at once",
             signal.Signals(number).name, timeout,
         )  # fmt: skip
         if not self._is_saved.wait(grace_period):
-            logger.warning("the step in hand was not done and saved within %s", timeout)
+            logger.warning("the current step was not finished and saved within %s", timeout)
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, number)
 
-    def _leave_terminal(self) -> None:
-        """Write to nowhere instead of a terminal that is gone."""
+    def _redirect_terminal(self) -> None:
+        """Redirect output from a closed terminal to /dev/null."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in self._terminals:
             os.dup2(nowhere, fd)

@@ -1,4 +1,4 @@
-"""The teacher of a run: the client of a given service, or a service of its own on this machine."""
+"""Connect to the teacher of a run: a given service, a stored one, or one that the run starts on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
-from hybrid_gkd.offload.budget import LocalTeacher
+from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
 from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
@@ -35,14 +35,15 @@ def connect(
     config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1,
     num_ids: int | None = None,
 ) -> TeacherClient:
-    """A client whose servers, each with so many replicas of its model, fit the student. Raises TeacherError.
+    """Connect to servers and check that they match the student. Raises TeacherError.
 
-    `keys` are others than the configured ones, `num_ids` the ids that are scored where it is fewer than the student's.
+    `keys`: replace the configured ones; `replicas`: of the model at each server; `num_ids`: number of ids to score if
+    fewer than the student's.
     """
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     num_tokens = num_token_ids(tokenizer)
-    assert section.num_microbatches is not None  # its default takes the place of null
+    assert section.num_microbatches is not None  # null has been replaced by the default
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
         vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
@@ -65,7 +66,10 @@ def connect(
 
 @contextlib.contextmanager
 def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, ScoredBy]]:
-    """The store of a run without a teacher, and whose scores it takes. Raises TeacherError: they do not fit."""
+    """Open the score store of a run without a teacher, and select its teacher.
+
+    Raises TeacherError: they do not match.
+    """
     section, loss = config.actor_rollout_ref.teacher, config.distillation
     assert section.cache is not None
     needs = StudentNeeds(
@@ -78,11 +82,10 @@ def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, S
 
 @contextlib.contextmanager
 def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num_ids: int) -> Iterator[Teacher]:
-    """A connected teacher with the store of `actor_rollout_ref.teacher.cache` in front of it, where one is given.
+    """Return the teacher with the store of `actor_rollout_ref.teacher.cache` in front of it, if configured.
 
-    Without a client the store is the teacher. `num_ids`: ids that are scored, from 0 on.
-
-    Raises TeacherError: it cannot be opened, or does not fit.
+    Without a client the store is the teacher. `num_ids`: number of ids to score. Raises TeacherError: the store cannot
+    be opened or does not match.
     """
     section, loss = config.actor_rollout_ref.teacher, config.distillation
     if section.cache is None:
@@ -100,14 +103,14 @@ def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num
 
 
 def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
-    """The service of this run, to be entered: it loads in the background. Raises ConfigError."""
+    """Return the context manager of the run's teacher service, which loads in the background. Raises ConfigError."""
     section, place = config.actor_rollout_ref.teacher, plan.memory.teacher
     assert section.model.path is not None
     assert place is not None
     environment = teacher_environment(config, place, plan.memory.device)
     options = [
         f"--backend={section.backend}", f"--device={'cuda' if place.gpus else 'cpu'}",
-        f"--gpu-memory-utilization={plan.memory.share_of_teacher(plan.gpu_bytes)}",
+        f"--gpu-memory-utilization={plan.memory.teacher_fraction(plan.gpu_bytes)}",
         f"--tp-size={section.tensor_model_parallel_size}", f"--workers={place.replicas}",
         f"--max-model-len={config.teacher_length}", f"--dtype={section.dtype}",
         f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
@@ -120,8 +123,11 @@ def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
     )
 
 
-def teacher_environment(config: Config, place: LocalTeacher, device: str) -> dict[str, str]:
-    """Its GPUs, or its share of the cores. Raises ConfigError if a local teacher needs more GPUs than there are."""
+def teacher_environment(config: Config, place: TeacherPlacement, device: str) -> dict[str, str]:
+    """Return the environment variables that set its GPUs or its number of CPU threads.
+
+    Raises ConfigError if a local teacher needs more GPUs than there are.
+    """
     section = config.actor_rollout_ref.teacher
     if place.gpus:
         gpus = visible_gpus()
@@ -129,14 +135,14 @@ def teacher_environment(config: Config, place: LocalTeacher, device: str) -> dic
             raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", section.device)
         if len(gpus) < len(place.gpus):
             needed, key = len(place.gpus), "actor_rollout_ref.teacher.tensor_model_parallel_size"
-            rule = f"all copies (num_replicas) together need {needed} GPUs, this machine shows {len(gpus)} GPUs"
+            rule = f"all replicas (num_replicas) together need {needed} GPUs, {len(gpus)} are visible"
             raise ConfigError(key, rule, section.tensor_model_parallel_size)
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in place.gpus)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 
 
-def refuse_teacher_gpu(teacher: LocalTeacher | None, placements: list[Placement]) -> None:
-    """Raises ConfigError if Ray gave a worker the GPU that a local teacher was to have for itself."""
+def refuse_teacher_gpu(teacher: TeacherPlacement | None, placements: list[Placement]) -> None:
+    """Raise ConfigError if Ray assigned the GPU of a local teacher to a worker."""
     if teacher is None or teacher.shares_gpu or not any(place.gpu for place in placements):
         return
     host = socket.gethostname()
@@ -145,6 +151,6 @@ def refuse_teacher_gpu(teacher: LocalTeacher | None, placements: list[Placement]
         if place.gpu in ids:
             raise ConfigError(
                 "actor_rollout_ref.teacher.server_ip",
-                f"{place.worker} ({place}) got GPU {ids[place.gpu]}, on which this run starts its teacher; start the "
-                "teacher as a service on GPUs that Ray does not manage, and name its address here", None,
+                f"{place.worker} ({place}) was assigned GPU {ids[place.gpu]}, on which this run starts its teacher; "
+                "start the teacher as a service on GPUs that Ray does not manage, and set its address here", None,
             )

@@ -1,1 +1,1 @@
-"""Facts about a model, its tokenizer and attention."""
+"""Model specs, tokenizers, LoRA adapters, packed attention and fused layers."""

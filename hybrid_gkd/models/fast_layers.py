@@ -1,7 +1,7 @@
-"""Layers of Hugging Face models by code of other libraries: torch's norm, and on a GPU Liger's kernels.
+"""Fused layers for Hugging Face models: torch's RMSNorm, and Liger's kernels on a GPU.
 
-Parameters and their names stay. With Liger's norms, gated MLPs and rotary embeddings a step of 0.5B is 8 % shorter than
-with transformers' own, and one of 1.5B 5 % (benchmarks/log/take_out.md).
+Parameters and their names are unchanged. Liger's norms, gated MLPs and rotary embeddings make a step of 0.5B 8 %
+shorter, and one of 1.5B 5 % (benchmarks/log/take_out.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 
 def use_torch_norms(model: nn.Module) -> None:
-    """Put torch's norm, one kernel, in the place of the architecture's own root-mean-square norms, which take eight."""
+    """Replace the architecture's own RMSNorm modules, eight kernels each, by torch's RMSNorm, one kernel."""
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and _is_rms_norm(module, eps):
@@ -29,22 +29,22 @@ def use_torch_norms(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Whether the output of a module is x / sqrt(mean(x^2) + eps) * weight, tried out with small numbers on the CPU."""
+    """Return whether a module computes x / sqrt(mean(x^2) + eps) * weight, by a trial with small numbers on the CPU."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
         return False
     trial = copy.deepcopy(module).to_empty(device="cpu").float()
     weight = trial.get_parameter("weight")
     weight.copy_(torch.linspace(0.5, 1.5, weight.numel()).reshape(weight.shape))
-    x = torch.linspace(-1, 1, 3 * weight.numel()).reshape(3, *weight.shape) * math.sqrt(eps)  # so that eps counts
+    x = torch.linspace(-1, 1, 3 * weight.numel()).reshape(3, *weight.shape) * math.sqrt(eps)  # so that eps matters
     return torch.allclose(trial(x), nn.functional.rms_norm(x, weight.shape, weight, eps), rtol=1e-5)
 
 
 def use_liger(model: Any) -> str | None:
-    """Let Liger's kernels compute the norms, gated MLPs and rotary embeddings of a model on a GPU.
+    """Use Liger's kernels for the norms, gated MLPs and rotary embeddings of a model on a GPU.
 
-    All models of the architecture in this process get its rotary embeddings; its classes stay, so that those that are
-    built later are tried out as this one was. None, or why nothing was changed.
+    All models of the architecture in this process get its rotary embeddings; its classes are restored, so that later
+    models are checked individually. Returns None, or the reason why nothing was changed.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install hybrid_gkd[liger]"

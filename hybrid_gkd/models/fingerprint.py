@@ -1,4 +1,4 @@
-"""Which weights a model folder has, from samples of its files: two models may have the same name."""
+"""Fingerprint of a model folder's weights, from samples of its files; distinguishes models of the same name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-"""Of files with a model's weights."""
+"""Suffixes of files with a model's weights."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Read of each file, evenly spread: training changes nearly all weights."""
+"""Number and size of evenly spread samples of each file; training changes nearly all weights."""
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder of a model: `path`, or where the hub's cache has the model of this name; None if it is not there."""
+    """Return the folder of a model: `path`, or its folder in the hub's cache; None if there is none."""
     if os.path.isdir(path):
         return Path(path)
     from huggingface_hub import try_to_load_from_cache  # takes a moment
@@ -23,7 +23,8 @@ def local_folder(path: str) -> Path | None:
 
 
 def fingerprint(path: str) -> str:
-    """Hash of config.json, and of name, size and samples of every weight file; empty if the model is not here.
+    """Return a hash of config.json, and of name, size and samples of every weight file; empty if the model is not
+    local.
 
     Equal for copies of a folder on different machines.
     """

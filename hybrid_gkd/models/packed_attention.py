@@ -1,13 +1,13 @@
-"""Runs any Hugging Face decoder on sequences packed without padding into one row of T tokens.
+"""Run any Hugging Face decoder on sequences packed without padding into one row of T tokens.
 
 Importing this module registers the attention PACKED_ATTENTION with transformers, in which each sequence attends
-causally to itself only. The sequence boundaries travel to it as keyword arguments of the model's forward, under the
-names of transformers' FlashAttentionKwargs. On a GPU in bfloat16 or float16 the work is done by
-torch.nn.attention.varlen; elsewhere by scaled_dot_product_attention on a right-padded copy, which is exact as well: a
-causal mask never looks right. Features that neither of them computes exactly are refused with a ModelError.
+causally to itself only. The sequence boundaries are passed as keyword arguments of the model's forward, under the
+names of transformers' FlashAttentionKwargs. On a GPU in bfloat16 or float16 it uses torch.nn.attention.varlen;
+elsewhere scaled_dot_product_attention on a right-padded copy, which is exact as well, since the mask is causal.
+Features that neither of them computes exactly raise a ModelError.
 
-Left out: key-value caches, cross-attention. A model that mixes tokens without calling the attention function (state
-spaces, convolutions, attention of its own) cannot be noticed here: `LogprobModel` refuses it.
+Not supported: key-value caches, cross-attention. A model that mixes tokens without calling the attention function
+(state spaces, convolutions, custom attention) cannot be detected here: `LogprobModel` rejects it.
 
 Shapes: B sequences, T packed tokens, L longest sequence, H heads (Hkv of keys and values), Dh head size, Dv of values.
 """
@@ -32,23 +32,23 @@ from hybrid_gkd.errors import ModelError
 
 PACKED_ATTENTION = "hybrid_gkd_packed"
 _PLAIN = "hybrid_gkd_packed_plain"
-"""The same for a model whose masks turned out to be plain causal: it is not asked for them again."""
+"""Name for models whose masks are plain causal, which are not computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """Sequences laid end to end."""
+    """Concatenated sequences."""
 
     input_ids: Tensor
-    """int64 [1, T]"""
+    """int64 [1, T]."""
     position_ids: Tensor
     """int64 [1, T], position of each token within its own sequence."""
     cu_seqlens: Tensor
-    """int32 [B + 1], sequence b occupies the tokens cu_seqlens[b] to cu_seqlens[b + 1]."""
+    """int32 [B + 1]; sequence b occupies the tokens cu_seqlens[b] to cu_seqlens[b + 1]."""
     max_length: int
 
     def model_kwargs(self) -> dict[str, Any]:
-        """All keyword arguments of the model's forward."""
+        """Return all keyword arguments of the model's forward."""
         return {
             "input_ids": self.input_ids, "position_ids": self.position_ids,
             "attention_mask": None, "use_cache": False,
@@ -58,7 +58,7 @@ class PackedBatch:
 
 
 def pack(sequences: Sequence[np.ndarray], device: torch.device | str) -> PackedBatch:
-    """Lay arrays of token ids end to end. Raises ValueError for none, or one that is empty or not one-dimensional."""
+    """Concatenate arrays of token ids. Raises ValueError for no, empty or not one-dimensional arrays."""
     arrays = [np.asarray(sequence) for sequence in sequences]
     if not arrays or any(array.ndim != 1 or not len(array) for array in arrays):
         raise ValueError(f"needs sequences of at least one token; got shapes {[array.shape for array in arrays]}")
@@ -72,7 +72,7 @@ def pack(sequences: Sequence[np.ndarray], device: torch.device | str) -> PackedB
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """A copy on the device; a GPU makes it after its queued work, and the host does not wait for it."""
+    """Return a copy on the device; a GPU copies after its queued work, without blocking the host."""
     tensor = torch.from_numpy(array)
     on_gpu = torch.device(device).type == "cuda"
     return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
@@ -81,10 +81,10 @@ def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
 def packed_and_alone(
     score: Callable[[list[np.ndarray]], Tensor], config: Mapping[str, Any], *, longest: int, num_ids: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """What `score` finds of a sequence by itself, and packed behind another one, whose length comes first.
+    """Yield the length of a preceding sequence, and `score` of a sequence alone and packed after the preceding one.
 
-    That one is short, then longer than each length from which the model computes otherwise, as far as sequences may
-    have `longest` tokens. `score` takes sequences to pack and returns values of the last; `config` is a config.json.
+    The preceding sequence is short, then longer than each length at which the model's computation changes, up to
+    `longest` tokens. `score` takes sequences to pack and returns values of the last; `config` is a config.json.
     """
     last = np.arange(min(9, longest)) % num_ids
     alone = score([last])
@@ -93,7 +93,7 @@ def packed_and_alone(
 
 
 def length_settings(config: Mapping[str, Any]) -> set[int]:
-    """Fields of a config.json, at any depth, that are a number of tokens from which a layer computes otherwise."""
+    """Return fields of a config.json, at any depth, with a number of tokens at which a layer's computation changes."""
     found = set[int]()
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -108,24 +108,24 @@ def packed_attention(
     scaling: float | None = None, sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention that transformers calls in every layer: its output [1, T, H, Dv], and None for the weights.
+    """Compute the attention of a layer for transformers: output [1, T, H, Dv], and None for the weights.
 
     Args:
         query: [1, H, T, Dh].
         key: [1, Hkv, T, Dh]; Hkv divides H (grouped-query attention).
         value: [1, Hkv, T, Dv].
         attention_mask: None, or the window of a sliding-window layer as `_packed_mask` returns it.
-        scaling: multiplies the scores; None is Dh ** -0.5.
-        sliding_window: tokens that a token may see, itself included; None is all.
+        scaling: factor of the scores; None is Dh ** -0.5.
+        sliding_window: number of tokens that a token attends to, itself included; None is all.
         cu_seq_lens_q, max_length_q: see PackedBatch.
 
-    Raises ModelError if the boundaries did not arrive, or the layer asks for a feature that is not supported.
+    Raises ModelError if the boundaries are missing, or the layer needs an unsupported feature.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None or max_length_q is None:
         raise ModelError(
-            f"{where} got no sequence boundaries: call the model with PackedBatch.model_kwargs(); if that was done, "
-            "this architecture does not pass keyword arguments on to its attention"
+            f"{where} got no sequence boundaries: call the model with PackedBatch.model_kwargs(); if that is the case, "
+            "this architecture does not pass keyword arguments to its attention"
         )
     features = ("softcap", "s_aux", "position_bias", "attention_bias", "indices", "cache")
     _refuse(where, {
@@ -143,14 +143,14 @@ def packed_attention(
     window = sliding_window if sliding_window is not None or attention_mask is None else int(attention_mask)
     if window is not None and window >= max_length_q:
         window = None
-    # What FlashAttention, which varlen_attn calls, takes.
+    # Requirements of FlashAttention, which varlen_attn calls.
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] == value.shape[3] <= 256
     attend = _varlen if flash else _padded
     return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, window), None
 
 
 def _refuse(where: str, features: dict[str, bool]) -> None:
-    """Raises ModelError for the first feature that is there."""
+    """Raise ModelError for the first present feature."""
     for feature, present in features.items():
         if present:
             raise ModelError(f"{where} with packed sequences does not support {feature}")
@@ -160,7 +160,7 @@ def _padded(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """[1, H, T, Dh] -> [B, H, L, Dh] -> attention -> [1, T, H, Dv]."""
+    """Compute [1, H, T, Dh] -> [B, H, L, Dh] -> attention -> [1, T, H, Dv]."""
     num_tokens, num_sequences = query.shape[2], len(cu_seqlens) - 1
     sequence = torch.arange(num_sequences, device=query.device)
     sequence = sequence.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
@@ -184,8 +184,8 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """[1, H, T, Dh] -> [1, T, H, Dv] without padding."""
-    # Not tensor[0], whose gradient would be copied into one of zeros.
+    """Compute [1, H, T, Dh] -> [1, T, H, Dv] without padding."""
+    # Not tensor[0], whose gradient would be copied into a tensor of zeros.
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     attention, asks_for_gqa = _varlen_function()
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
@@ -196,18 +196,18 @@ def _varlen(
 
 @functools.cache
 def _varlen_function() -> tuple[Callable[..., Any], bool]:
-    """torch's varlen_attn, and whether it must be told of fewer keys than queries; torch 2.11 takes them unasked."""
+    """Return torch's varlen_attn, and whether it has the argument enable_gqa; torch 2.11 does not need it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
-    """The mask function that transformers calls once per kind of layer and forward: builds no mask.
+    """Check the kind of attention and build no mask; transformers calls it once per layer type and forward.
 
-    Here a model declares its kind of attention: some sliding-window models (phimoe) tell the window only here, which
-    travels on as a 0-dimensional tensor on the host. Before each call transformers waits for the GPU, to look at the
-    position ids. So a model without windows, for which the answer is always None, is asked in its first forward only.
+    Some sliding-window models (phimoe) declare their window only here; it is returned as a 0-dimensional tensor on the
+    host. Before each call transformers synchronizes with the GPU to read the position ids. A model without windows, for
+    which the result is always None, is therefore checked in its first forward only.
     """
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     _refuse(type(config).__name__, {
@@ -221,7 +221,8 @@ def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool =
 
 
 def register_packed_attention(function: Callable[..., tuple[Tensor, None]] = packed_attention) -> None:
-    """Make `function`, which is `packed_attention` or wraps it, the attention of models with PACKED_ATTENTION."""
+    """Register `function`, which is `packed_attention` or wraps it, as the attention of models with
+    PACKED_ATTENTION."""
     for name in (PACKED_ATTENTION, _PLAIN):
         AttentionInterface.register(name, function)
 

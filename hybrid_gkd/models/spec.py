@@ -1,4 +1,4 @@
-"""Facts about a model from its config.json, without its weights."""
+"""Sizes and limits of a model, from its config.json and without its weights."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
-from hybrid_gkd.errors import ConfigError, ModelError, in_words
-from hybrid_gkd.runtime.hub import look_at_hub
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.errors import ConfigError, ModelError, describe_error
+from hybrid_gkd.runtime.hub import check_hub
+from hybrid_gkd.runtime.imports import gc_paused
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     parameters: int
     kv_bytes_per_token: int
-    """Keys and values of one token in 16 bits."""
+    """Bytes of keys and values of one token in 16 bits."""
     activation_bytes_per_token: int = 0
-    """Activations for the backward pass of one token in 16 bits, at least: see `_kept_values`."""
+    """Lower bound of the activations for the backward pass of one token in 16 bits, see `_kept_values`."""
     forward_bytes_per_token: int = 0
-    """The same of a forward pass that keeps nothing: of a block's MLP, two and three of them."""
+    """Activations of one token in a forward pass without gradients: of one block's MLP, two hidden and three
+    intermediate."""
     logits_bytes_per_token: int = 0
-    """Of a model that changes its logits (`changed_logits`) two copies in 16 bits, before and after the change; 0 of
+    """Bytes of two copies of the logits in 16 bits for a model that changes its logits (`changed_logits`); 0 for
     others, whose logits can be computed for a few rows at a time."""
     embedding_parameters: int = 0
-    """Of the input embedding and the output head; counted once where they are tied."""
+    """Parameters of the input embedding and the output head; counted once if they are tied."""
     stored_itemsize: int = 4
     """Bytes of one parameter in the model's stored type."""
     head_parameters: int = 0
-    """Of the output head: vocabulary times hidden size."""
+    """Parameters of the output head: vocabulary times hidden size."""
     attention_width: int = 0
-    """Heads times their size, summed over the layers."""
+    """Number of heads times head size, summed over the layers."""
     has_experts: bool = False
-    """A mixture of experts, of which a token uses a part."""
+    """True for a mixture of experts."""
     num_embeddings: int = 0
-    """Rows of the input embedding: the token ids that the model can read."""
+    """Rows of the input embedding: the number of ids that the model can read."""
     adapter_parameters: int = 0
-    """Of LoRA adapters, which are not among `parameters`; 0 where the weights themselves are trained."""
+    """Parameters of LoRA adapters, not included in `parameters`; 0 if the weights themselves are trained."""
 
     @property
     def trained_parameters(self) -> int:
@@ -51,12 +52,11 @@ def model_spec(
     path: str, override_config: Mapping[str, Any] = MappingProxyType({}), *, trust_remote_code: bool,
     checkpointing: bool = False, lora: ModelConfig | None = None, classifier: bool = False,
 ) -> ModelSpec:
-    """Of a causal LM (or, see `auto_class`, a classifier) and the adapters that `lora` gives it, if any.
+    """Return the spec of a causal LM (or a classifier, see `auto_class`) with the adapters of `lora`, if any.
 
-    Raises ModelError for a configuration or adapters that cannot be used, ConfigError as `read_config` and
-    `add_adapters`.
+    Raises ModelError for an unusable configuration or adapters, ConfigError as `read_config` and `add_adapters`.
     """
-    with quick_imports():
+    with gc_paused():
         import torch
 
     try:
@@ -64,7 +64,7 @@ def model_spec(
         with torch.device("meta"):
             model = auto_class(config, classifier).from_config(config, trust_remote_code=trust_remote_code)
         ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-        stored = getattr(config, "dtype", None) or torch.float32  # text where another library read config.json
+        stored = getattr(config, "dtype", None) or torch.float32  # a string if another library parsed config.json
         text = config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -89,29 +89,27 @@ def model_spec(
         )
     except (ConfigError, ModelError):
         raise
-    except Exception as error:  # whatever a model raises whose numbers do not fit together
-        raise ModelError(f"{path}: the model's configuration cannot be used: {in_words(error)}") from error
+    except Exception as error:  # whatever a model with inconsistent sizes raises
+        raise ModelError(f"{path}: the model's configuration cannot be used: {describe_error(error)}") from error
 
 
 def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool) -> int:
-    """Numbers per token that a backward pass has in memory at once, at least.
+    """Return a lower bound of the numbers per token that a backward pass has in memory at once.
 
-    Of T tokens, hidden size D and intermediate size I, the operations of a block keep for their gradients
-
-    - six of [T, D]: the input and the output of both norms, the queries and the output of the attention;
-    - three of [T, I]: the gate before its activation function, the other factor, and the product of the two.
-
-    Left out are keys and values and, without Liger's kernels (fast_layers.py), the gate behind its activation function.
+    For T tokens, hidden size D and intermediate size I, the operations of a block keep for their gradients - six of [T,
+    D]: the input and the output of both norms, the queries and the output of the attention; - three of [T, I]: the gate
+    before its activation function, the other factor, and the product of the two. Not counted are keys and values and,
+    without Liger's kernels (fast_layers.py), the gate after its activation function.
 
     Without activation checkpointing all blocks keep theirs. With it a block keeps its input [T, D], and the backward
-    pass computes one block at a time anew: that one holds all nine, the first of which is its input.
+    pass recomputes one block at a time: that one holds all nine, the first of which is its input.
     """
     block = 6 * width + 3 * intermediate
     return (layers - 1) * width + block if checkpointing else layers * block
 
 
 def changed_logits(text_config: Any) -> str | None:
-    """The field by which a model scales or caps its logits behind the head, if it does."""
+    """Return the configuration field by which a model scales or caps its logits, if any."""
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     names = (*caps, "logits_scaling", "logit_scale")
     return next((name for name in names if getattr(text_config, name, None) not in (None, 1.0)), None)
@@ -121,13 +119,13 @@ CLASSIFIERS = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
 }
-"""How the architecture of a classifier ends -> the class of transformers that loads it."""
+"""Suffix of a classifier's architecture -> the class of transformers that loads it."""
 
 
 def auto_class(hf_config: Any, classifier: bool) -> Any:
-    """The class of transformers that loads a causal LM, or the classifier with one label that a folder has.
+    """Return the class of transformers that loads a causal LM, or the folder's classifier with one label.
 
-    Raises ValueError: it is no classifier, or has several labels.
+    Raises ValueError: it is not a classifier, or has several labels.
     """
     import transformers
 
@@ -143,7 +141,7 @@ def auto_class(hf_config: Any, classifier: bool) -> Any:
 
 
 def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
-    """Give a model its adapters, compare them with those to start from, and count them; 0 without LoRA."""
+    """Add adapters to a model, compare them with an adapter file if configured, and count them; 0 without LoRA."""
     import torch
 
     from hybrid_gkd.models import adapters
@@ -159,14 +157,15 @@ def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
 
 
 def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str, Any]) -> Any:
-    """A model's configuration: of a folder, or of the hub, and of its cache where it does not answer.
+    """Read a model's configuration from a folder, the hub, or the hub's cache if it is not reachable.
 
-    Raises OSError or ValueError if there is none to be used; ConfigError for a field or value of `override_config`.
+    Raises OSError or ValueError for a missing or unusable configuration; ConfigError for a field or value of
+    `override_config`.
     """
     from transformers import AutoConfig
 
-    if trust_remote_code or not os.path.isdir(path):  # a folder may name code on the hub
-        look_at_hub()
+    if trust_remote_code or not os.path.isdir(path):  # a folder may refer to code on the hub
+        check_hub()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
@@ -178,20 +177,19 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
                 _override_rope(config, name, value)
             else:
                 setattr(config, name, value)
-        except Exception as error:  # transformers checks types with errors of its own
-            raise ConfigError(key, f"{path} does not take this {name}: {in_words(error)}", value) from error
+        except Exception as error:  # transformers has its own type errors
+            raise ConfigError(key, f"invalid {name} for {path}: {describe_error(error)}", value) from error
     return config
 
 
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
-"""How model cards and config.json name what transformers 5 has in `rope_parameters` alone."""
+"""Names in model cards and config.json of the fields that transformers 5 keeps in `rope_parameters`."""
 
 
 def _override_rope(config: Any, name: str, value: Any) -> None:
-    """Change `rope_parameters`; a scaling leaves base and share of the rotated dimensions as they are, if not given.
+    """Change `rope_parameters`; a scaling keeps base and fraction of rotated dimensions unless they are given.
 
-    Raises ValueError: layers of several kinds have parameters of their own, and `value` does not say which; KeyError: a
-    kind of scaling lacks a parameter.
+    Raises ValueError: the layer types have separate parameters, and `value` does not name one.
     """
     before, scaling = config.rope_parameters, name in ("rope_scaling", "rope_parameters")
     kinds = [kind for kind, parameters in before.items() if isinstance(parameters, Mapping)]
@@ -214,19 +212,19 @@ def _override_rope(config: Any, name: str, value: Any) -> None:
 
 
 def overrides_for_engine(config: Any, override_config: Mapping[str, Any]) -> dict[str, Any]:
-    """`override_config` for a program that sets each field as it is: a configuration of `read_config` has it whole."""
+    """Return `override_config` for a program that sets single fields, with the RoPE fields merged by `read_config`."""
     others = {name: value for name, value in override_config.items() if name not in ROPE_FIELDS}
     changed = len(others) < len(override_config) and getattr(config, "rope_parameters", None) is not None
     return {**others, "rope_parameters": config.rope_parameters} if changed else dict(override_config)
 
 
 def position_limit(text_config: Any) -> tuple[int | None, str]:
-    """The longest sequence of which every program computes the same, and the field that says so; None is any.
+    """Return the longest sequence for which all programs compute the same, and its field; None for any length.
 
     Beyond `max_position_embeddings` dynamic NTK changes its frequencies with the longest sequence of a batch. LongRoPE
-    has two sets of factors: transformers takes the second for a whole batch as soon as one of its sequences is longer
-    than `original_max_position_embeddings`, vLLM for all sequences if its max_model_len is. Attention in chunks
-    (`dual_chunk_attention_config`), which vLLM alone computes, is plain attention within a chunk.
+    has two sets of factors: transformers uses the second one for a whole batch if one sequence is longer than
+    `original_max_position_embeddings`, vLLM for all sequences if its max_model_len is. Chunked attention
+    (`dual_chunk_attention_config`), which only vLLM implements, equals plain attention within a chunk.
     """
     field = "max_position_embeddings"
     found = [(getattr(text_config, field, None), field)]
@@ -245,7 +243,7 @@ def position_limit(text_config: Any) -> tuple[int | None, str]:
 
 
 def student_spec(config: Config) -> ModelSpec:
-    """The spec of the configured student."""
+    """Return the spec of the configured student."""
     model = config.actor_rollout_ref.model
     return model_spec(
         model.path, model.override_config, trust_remote_code=model.trust_remote_code,
@@ -254,7 +252,7 @@ def student_spec(config: Config) -> ModelSpec:
 
 
 def critic_spec(config: Config, student: ModelSpec) -> ModelSpec:
-    """The spec of the configured critic: a causal LM without its head, where that is not tied to its embedding."""
+    """Return the spec of the configured critic: a causal LM without its head, unless that is tied to the embedding."""
     model, found = config.critic_model, student
     if model != dataclasses.replace(config.actor_rollout_ref.model, tokenizer_path=None):
         found = model_spec(
@@ -268,19 +266,19 @@ def critic_spec(config: Config, student: ModelSpec) -> ModelSpec:
 
 
 def reward_model_spec(config: Config) -> ModelSpec:
-    """The spec of the configured reward model. Raises as `model_spec`."""
+    """Return the spec of the configured reward model. Raises as `model_spec`."""
     model = config.reward_model.model
     assert model.path is not None
     return model_spec(model.path, trust_remote_code=model.trust_remote_code, classifier=True)
 
 
 def training_flops(spec: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:
-    """Operations of forward and backward, without recomputation; not for mixtures of experts.
+    """Return the operations of forward and backward without recomputation; not for mixtures of experts.
 
-    Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
-    weights beside embeddings and head, sequences of n tokens (`lengths`), R response tokens: 6 N sum(n) + 6 V D R +
-    6 H Dh layers sum(n^2). Attention counts as if no layer had a window. With LoRA the N weights and the head are
-    frozen, which leaves two backward, and the adapters come on top.
+    Two per weight and token forward and four backward; the head on response tokens only; causal attention. For N
+    weights besides embeddings and head, sequences of n tokens (`lengths`), R response tokens: 6 N sum(n) + 6 V D R + 6
+    H Dh layers sum(n^2). Sliding windows are ignored. With LoRA the N weights and the head are frozen, which leaves two
+    backward, and the adapters are added.
     """
     lengths = list(lengths)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)

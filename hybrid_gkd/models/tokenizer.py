@@ -1,4 +1,4 @@
-"""Loading a tokenizer, a response as its text, and the hash that is equal where student and teacher share one."""
+"""Load tokenizers, decode responses, and hash vocabularies for comparing student and teacher."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_gkd.errors import ModelError, in_words
-from hybrid_gkd.runtime.hub import look_at_hub
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.errors import ModelError, describe_error
+from hybrid_gkd.runtime.hub import check_hub
+from hybrid_gkd.runtime.imports import gc_paused
 from hybrid_gkd.types import Sample
 
 if TYPE_CHECKING:
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Raises ModelError with the folder when there is no tokenizer or it cannot be loaded."""
-    with quick_imports():
+    """Load a tokenizer. Raises ModelError if there is none, or it cannot be loaded."""
+    with gc_paused():
         from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1  # a name on the hub has one slash at most
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1  # a hub id has at most one slash
     if looks_local and not folder.is_dir():
         raise ModelError(f"{path}: no such model folder")
     if trust_remote_code or not folder.is_dir():
-        look_at_hub()
+        check_hub()
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a tokenizer file or a folder's own code raises
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {in_words(error)}") from error
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {describe_error(error)}") from error
 
 
 def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of texts that are to be continued: with what the tokenizer puts in front of a text, not behind it."""
+    """Return token ids of texts to be continued: with the special tokens before a text, without those after it."""
     plain, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     added = range(len(whole) - len(plain) + 1)
     front = next((count for count in added if whole[count : count + len(plain)] == plain), added[-1])
-    behind = added[-1] - front
-    return [ids[: len(ids) - behind] for ids in tokenizer(texts).input_ids]
+    back = added[-1] - front
+    return [ids[: len(ids) - back] for ids in tokenizer(texts).input_ids]
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """End-of-sequence ids of the tokenizer and of generation_config.json, ascending. Raises ModelError."""
+    """Return the end-of-sequence ids of the tokenizer and of generation_config.json, ascending. Raises ModelError."""
     from transformers import GenerationConfig
 
     ids = {tokenizer.eos_token_id}
@@ -52,28 +52,28 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except OSError:  # the file is optional
         configured = None
     except ValueError as error:
-        raise ModelError(f"generation_config.json of {path} cannot be used: {in_words(error)}") from error
+        raise ModelError(f"generation_config.json of {path} cannot be used: {describe_error(error)}") from error
     return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
 
 
 def decode(tokenizer: Any, sample: Sample) -> str:
-    """A response as text, without special tokens."""
+    """Return a response as text, without special tokens."""
     return tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over all (token, id) pairs; equal for equal vocabularies, in any process.
+    """Return SHA-256 over all (token, id) pairs; equal for equal vocabularies, in any process.
 
-    Which of the tokens pad, begin or end a text is another question: `special_tokens`.
+    It does not depend on which tokens pad, begin or end a text, see `special_tokens`.
     """
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokens' ids are below it: their number, where no id is left out."""
+    """Return the largest token id plus 1, the number of tokens if no id is unused."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """The tokens that begin, end and pad a text, by the tokenizer's name for them."""
+    """Return the tokens that begin, end and pad a text, by the tokenizer's name for them."""
     return {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}

@@ -1,1 +1,1 @@
-"""What is on the device in which phase of a step, and the host copies of what is not."""
+"""Device memory by phase of a training step, and host copies of offloaded tensors."""

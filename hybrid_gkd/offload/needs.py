@@ -1,4 +1,4 @@
-"""What a run's models, rollout engine and teacher need, read from its configuration and the models' own."""
+"""Compute the memory needs of models, rollout engine and teacher from the configurations of the run and its models."""
 
 from __future__ import annotations
 
@@ -9,79 +9,81 @@ from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
 from hybrid_gkd.offload.budget import (
-    ALONE,
     ENGINE_WORKSPACE_BYTES,
+    EXCLUSIVE_FRACTION,
     UPDATES,
-    EngineRoom,
-    LocalTeacher,
+    EngineMemory,
     Memory,
+    TeacherPlacement,
 )
 from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS
 
 TEACHER_TOKENS = 32768
-"""KV cache of a vLLM teacher that shares a GPU, at least: four engine steps, so that one is filled while another is
+"""Minimum KV cache of a vLLM teacher on a shared GPU, tokens: four engine steps, so that one is filled while another is
 scored."""
 HF_TEACHER_TOKENS, HF_TEACHER_LOGITS_TOKENS = 16384, 2048
-"""Of one forward pass of a teacher with backend=hf, and of one that gives the logits of all rows at once; unless a
-single sequence is longer."""
+"""Tokens of one forward pass of a teacher with backend=hf, and of a model that computes the logits of all rows at once;
+a single longer sequence is possible."""
 
 
-def place_teacher(config: Config, *, device: str, gpus: int) -> LocalTeacher | None:
-    """The place of a local teacher beside workers on `device`, where this machine has so many GPUs; None without."""
+def place_teacher(config: Config, *, device: str, gpus: int) -> TeacherPlacement | None:
+    """Return the placement of a local teacher for workers on `device` and `gpus` GPUs of this machine; None without
+    one."""
     teacher, workers = config.actor_rollout_ref.teacher, config.workers_per_node
     if not config.distillation.enabled or not teacher.is_local:
         return None
     if (device if teacher.device == "auto" else teacher.device) == "cpu":
-        return LocalTeacher(teacher.num_replicas or 1)
+        return TeacherPlacement(teacher.num_replicas or 1)
     size = teacher.tensor_model_parallel_size
     shares = device == "cuda" and gpus < workers + size * (teacher.num_replicas or 1)
     replicas = teacher.num_replicas or (max(1, min(workers, gpus) // size) if shares else 1)
     first = workers if gpus >= workers + size * replicas else 0
-    share = ALONE if teacher.gpu_memory_utilization is None and not shares else teacher.gpu_memory_utilization
-    return LocalTeacher(replicas, tuple(range(first, first + size * replicas)), shares, share)
+    given = teacher.gpu_memory_utilization
+    fraction = EXCLUSIVE_FRACTION if given is None and not shares else given
+    return TeacherPlacement(replicas, tuple(range(first, first + size * replicas)), shares, fraction)
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainedSpec:
     """The student, or the critic."""
 
     name: str
-    """Of `MODEL_OWNERS`."""
+    """Name in `MODEL_OWNERS`."""
     spec: ModelSpec
     section: ActorConfig | CriticConfig
     shard_size: int
 
     @property
     def master(self) -> int:
-        """Bytes of the weights that are trained; gradients take as much, the optimizer state twice that."""
+        """Return the bytes of the trained weights; gradients take as much, the optimizer state twice that."""
         return {"fp32": 4, "bf16": 2}[self.section.fsdp_config.model_dtype] * self.spec.trained_parameters
 
 
-def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedModel, ...]:
-    """The student, whose spec is given, and the critic where there is one. Raises ModelError, ConfigError."""
-    student = TrainedModel("actor", spec, config.actor_rollout_ref.actor, config.shard_size)
+def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedSpec, ...]:
+    """Return the student, with the given spec, and the critic if there is one. Raises ModelError, ConfigError."""
+    student = TrainedSpec("actor", spec, config.actor_rollout_ref.actor, config.shard_size)
     if not config.uses_critic:
         return (student,)
-    return student, TrainedModel("critic", critic_spec(config, spec), config.resolved_critic, config.critic_shard_size)
+    return student, TrainedSpec("critic", critic_spec(config, spec), config.resolved_critic, config.critic_shard_size)
 
 
 def plan_memory(
-    config: Config, trained: tuple[TrainedModel, ...], device: str, teacher: LocalTeacher | None = None
+    config: Config, trained: tuple[TrainedSpec, ...], device: str, teacher: TeacherPlacement | None = None
 ) -> Memory:
-    """Read what a run takes from its configuration and its models' own. Raises ModelError, ConfigError."""
+    """Return the memory of a run. Raises ModelError, ConfigError."""
     arr, student, on_gpu = config.actor_rollout_ref, trained[0].spec, device == "cuda"
     owners, moves, passes = dict[str, float](), dict[str, bool](), dict[str, dict[str, float]]()
-    itemsize, specs = 2 if on_gpu else 4, {"student": student}  # in the type of the computation
+    itemsize, specs = 2 if on_gpu else 4, {"student": student}  # of the compute type
     for model in trained:
         (params, state), (update, step) = MODEL_OWNERS[model.name], UPDATES[model.name]
         fsdp, master = model.section.fsdp_config, model.master / model.shard_size
         owners |= {params: master, state: 2 * master}
         moves |= {params: fsdp.param_offload, state: fsdp.optimizer_offload}
-        if model.spec.adapter_parameters:  # the weights below them
+        if model.spec.adapter_parameters:  # the frozen base weights
             owners[FROZEN], moves[FROZEN] = itemsize * model.spec.parameters / model.shard_size, fsdp.param_offload
         passes[update], passes[step] = {"gradients": master}, {"gradients": master}
         if on_gpu:
-            # In bf16; FSDP2 makes a copy on a single GPU too. A group of blocks or two is not counted.
+            # In bf16; FSDP2 copies on a single GPU too. One or two gathered blocks are not counted.
             gathered = model.spec.embedding_parameters if fsdp.reshard_after_forward else model.spec.parameters
             activations = _activations(config, model.section, model.spec)
             passes[update] |= {"gathered_params": 2 * gathered, "activations": activations}
@@ -90,20 +92,21 @@ def plan_memory(
         owners[owner], moves[owner] = itemsize * spec.parameters / config.shard_size, True
         activations = tokens * spec.forward_bytes_per_token
         passes[phase] = {"gathered_params": 2 * spec.embedding_parameters, "activations": activations} if on_gpu else {}
-    if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN}:  # it makes room for nobody
+    if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN}:  # no other owner needs the room
         moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
     checkpoint, rollout = 3 * sum(model.master / model.shard_size for model in trained), arr.rollout
     return Memory(
         device=device, specs=specs | {model.name: model.spec for model in trained[1:]}, owners=owners, moves=moves,
         passes=passes, checkpoint=checkpoint + exported_bytes(arr.actor.checkpoint, student),
-        hybrid=arr.hybrid_engine, sleeps=rollout.free_cache_engine, engine_share=rollout.gpu_memory_utilization,
-        engine=_engine_room(rollout, student, config.engine_length, device), teacher=teacher,
-        teacher_bytes=_teacher_bytes(config) if teacher is not None and teacher.share is None else (0.0, 0.0),
+        hybrid=arr.hybrid_engine, sleeps=rollout.free_cache_engine, configured_fraction=rollout.gpu_memory_utilization,
+        engine=_engine_memory(rollout, student, config.engine_length, device), teacher=teacher,
+        teacher_bytes=_teacher_bytes(config) if teacher is not None and teacher.fraction is None else (0.0, 0.0),
     )  # fmt: skip
 
 
 def _other_models(config: Config, student: ModelSpec) -> dict[tuple[str, str], tuple[ModelSpec, int]]:
-    """Memory owner and phase -> spec, and tokens of the largest micro-batch, of the models that are never trained."""
+    """Return memory owner and phase -> spec and tokens of the largest micro-batch, for models that are never
+    trained."""
     found = dict[tuple[str, str], tuple[ModelSpec, int]]()
     if config.uses_reward_model:
         found["reward_model_params", "reward_model"] = reward_model_spec(config), _largest_reward_batch(config)
@@ -116,26 +119,27 @@ def _other_models(config: Config, student: ModelSpec) -> dict[tuple[str, str], t
 
 
 def exported_bytes(section: CheckpointConfig, spec: ModelSpec) -> int:
-    """Of the student's whole weights in a checkpoint, in its stored type; 0 without."""
+    """Return the bytes of the student's exported weights in a checkpoint, in the stored type; 0 without an export."""
     exported = section.save_merged or (section.save_hf_model and not spec.adapter_parameters)
     return exported * spec.stored_itemsize * spec.parameters
 
 
 def engine_dtype(dtype: str, device: str) -> str:
-    """Type of the rollout engine's weights and KV cache on "cuda" or "cpu"; left open, that of the actor's compute."""
+    """Return the type of the rollout engine's weights and KV cache on "cuda" or "cpu"; auto is the actor's compute
+    type."""
     automatic = "bfloat16" if device == "cuda" else "float32"
     return automatic if dtype == "auto" else dtype
 
 
-def _engine_room(rollout: RolloutConfig, student: ModelSpec, longest: int, device: str) -> EngineRoom:
+def _engine_memory(rollout: RolloutConfig, student: ModelSpec, longest: int, device: str) -> EngineMemory:
     itemsize, ranks = 4 if engine_dtype(rollout.dtype, device) == "float32" else 2, rollout.tensor_model_parallel_size
     weights, token = itemsize * student.parameters, itemsize / 2 * student.kv_bytes_per_token
-    return EngineRoom(weights / ranks, token / ranks, longest, rollout.max_num_seqs)
+    return EngineMemory(weights / ranks, token / ranks, longest, rollout.max_num_seqs)
 
 
 def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, prompts: int | None = None) -> int:
-    """Tokens of the largest micro-batch of so many prompts (None: a whole batch) that there can be on a GPU, if no
-    sequence alone is larger."""
+    """Return the tokens of the largest micro-batch of `prompts` prompts (None: a whole batch) on a GPU, unless a single
+    sequence is longer."""
     longest, prompts = config.max_sequence_length, prompts or config.data.train_batch_size
     whole = longest * math.ceil(prompts * config.actor_rollout_ref.rollout.n / config.world_size)
     if section.use_dynamic_bsz:
@@ -144,17 +148,17 @@ def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, pr
 
 
 def _activations(config: Config, section: ActorConfig | CriticConfig, spec: ModelSpec) -> int:
-    """Bytes of a model's largest micro-batch: all blocks' in an update, one block's in a forward pass."""
+    """Return the bytes of a model's largest micro-batch: of all blocks in an update, of one block in a forward pass."""
     kept = _largest_micro_batch(config, section, section.ppo_mini_batch_size) * spec.activation_bytes_per_token
     compares = config.algorithm.compares_logprobs or config.distillation.use_policy_gradient
     passes = config.has_advantages or config.uses_reference or compares
-    if not passes and not config.data.val_files:  # distilled, and no more: there are no log-probabilities to compute
+    if not passes and not config.data.val_files:  # distillation only: no log-probabilities are computed
         return kept
     return max(kept, _largest_micro_batch(config, section) * spec.forward_bytes_per_token)
 
 
 def _largest_reward_batch(config: Config) -> int:
-    """Tokens of the reward model's largest micro-batch, of texts as long as the student's."""
+    """Return the tokens of the reward model's largest micro-batch, for texts as long as the student's."""
     section, actor = config.reward_model, config.actor_rollout_ref.actor
     texts = math.ceil(config.data.train_batch_size * config.actor_rollout_ref.rollout.n / config.world_size)
     whole = texts * min(config.max_sequence_length, section.max_length or config.max_sequence_length)
@@ -162,31 +166,31 @@ def _largest_reward_batch(config: Config) -> int:
 
 
 def _teacher_bytes(config: Config) -> tuple[float, float]:
-    """See `Memory.teacher_bytes`."""
+    """Return the value of `Memory.teacher_bytes`."""
     teacher = config.actor_rollout_ref.teacher
     assert teacher.model.path is not None
     spec = model_spec(teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     plain, longest = is_plain(teacher.backend), config.teacher_length
-    as_stored = plain and teacher.dtype == "auto"  # vLLM takes half precision for what is stored as float32
+    as_stored = plain and teacher.dtype == "auto"  # vLLM converts float32 weights to half precision
     itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
-    cache = max(TEACHER_TOKENS, longest) * spec.kv_bytes_per_token  # vLLM wants room for one
+    cache = max(TEACHER_TOKENS, longest) * spec.kv_bytes_per_token  # vLLM requires room for one sequence
     beside_weights = _hf_forward_bytes(spec, longest) if plain else cache  # in 16 bits
     ranks = teacher.tensor_model_parallel_size
     return itemsize * spec.parameters / ranks, itemsize / 2 * beside_weights / ranks
 
 
 def is_plain(backend: str) -> bool:
-    """Whether a local teacher is computed by transformers, not by vLLM."""
+    """Return whether a local teacher runs on transformers, not on vLLM."""
     return backend == "hf" or (backend == "auto" and not vllm_available())
 
 
 def _hf_forward_bytes(spec: ModelSpec, longest: int) -> int:
-    """Of the largest forward pass of a teacher with backend=hf, in 16 bits, at least; it has no KV cache.
+    """Return a lower bound of the bytes of the largest forward pass with backend=hf, in 16 bits; there is no KV cache.
 
-    `HFScoringEngine` takes T tokens at a time: up to its limit, or one sequence of `longest` tokens. It keeps nothing
-    for a backward pass, so that only one block's activations exist: two arrays [T, D] and three [T, I], for the hidden
-    size D and the intermediate size I. When they are gone, a model that changes its logits has two arrays [T, V]. In
-    float32 the logits exist for 1024 rows at a time, which is part of the workspace. Not counted are the scores of an
+    `HFScoringEngine` processes T tokens at a time: up to its limit, or one sequence of `longest` tokens. Nothing is
+    kept for a backward pass, so that only one block's activations exist: two arrays [T, D] and three [T, I], with the
+    hidden size D and the intermediate size I. After them, a model that changes its logits has two arrays [T, V].
+    float32 logits exist for 1024 rows at a time and are part of the workspace. Not counted are the scores of an
     attention that cannot be packed, [B, H, L, L] for B sequences of L tokens and H heads.
     """
     limit = HF_TEACHER_LOGITS_TOKENS if spec.logits_bytes_per_token else HF_TEACHER_TOKENS
@@ -194,11 +198,12 @@ def _hf_forward_bytes(spec: ModelSpec, longest: int) -> int:
 
 
 def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None) -> Config | None:
-    """The configuration with KV caches of given sizes, so that rollout engine and local teacher may load side by side.
+    """Return the configuration with fixed KV cache sizes, so that rollout engine and local teacher can load in
+    parallel.
 
-    On a GPU that they share vLLM sizes its cache by what is free, which must not change meanwhile. None where it has
-    to: a share or a cache is given by the configuration, the card has less room than the engine can use, the teacher's
-    sequences are long, or the engine never sleeps; and where they share none of `total_bytes`.
+    On a shared GPU vLLM otherwise sizes its cache by the free memory, which must not change during that. Returns None
+    if fixed sizes are impossible: a fraction or cache is configured, the card has less room than the engine can use,
+    the teacher's sequences are long, or the engine never sleeps; also if no GPU of `total_bytes` is shared.
     """
     arr = config.actor_rollout_ref
     rollout, teacher, key = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
@@ -207,12 +212,12 @@ def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None)
         return None
     if total_bytes is None or not memory.shares_gpu:
         return None
-    engine, share = memory.engine, memory.share_of_engine(total_bytes)
-    if share * total_bytes < engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES:
+    engine, fraction = memory.engine, memory.engine_fraction(total_bytes)
+    if fraction * total_bytes < engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES:
         return None
     own = {**rollout.engine_kwargs.vllm, key: int(engine.useful_cache)}
     engine_kwargs = replace(rollout.engine_kwargs, vllm=own)
-    rollout = replace(rollout, gpu_memory_utilization=share, engine_kwargs=engine_kwargs)
+    rollout = replace(rollout, gpu_memory_utilization=fraction, engine_kwargs=engine_kwargs)
     if not is_plain(teacher.backend):
         own = {**teacher.engine_kwargs.vllm, key: int(memory.teacher_bytes[1])}
         teacher = replace(teacher, engine_kwargs=replace(teacher.engine_kwargs, vllm=own))

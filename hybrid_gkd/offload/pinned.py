@@ -1,7 +1,7 @@
 """Host copies of device tensors, in pinned memory that is allocated once.
 
-FSDP2 keeps several views of one parameter shard, so a shard is moved by emptying its *storage* and filling
-it again: every view stays valid and nothing has to be registered anew.
+FSDP2 keeps several views of one parameter shard, so a shard is moved by resizing its *storage* to 0 and back: every
+view stays valid and nothing has to be registered again.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch.distributed.tensor import DTensor
 from hybrid_gkd.offload.residency import MemoryOwner
 
 ALIGNMENT = 512
-"""Bytes; copies to and from aligned addresses run at the speed of the bus."""
+"""Alignment in bytes; copies to and from aligned addresses run at full bus speed."""
 ROUNDING_BYTES = 4 * 2**20
-"""For some thousand tensors that begin at aligned addresses."""
+"""Padding for some thousand tensors at aligned addresses."""
 SMALL = 64
-"""Bytes up to which a tensor stays where it is: Adam's step counters."""
+"""Maximum size in bytes of tensors that are not moved: Adam's step counters."""
 
 
 @functools.cache
 def copy_stream(device: int) -> torch.cuda.Stream:
-    """The stream for copies between host and this device."""
+    """Return the stream for copies between the host and this device."""
     return torch.cuda.Stream(device)
 
 
 class OffloadedTensors(MemoryOwner):
     """A memory owner: tensors that are either on the device or in pinned host memory.
 
-    Copies run on a stream of their own, after the work that was queued before them, and overlap the work that follows;
-    all such owners share the stream, since they share the bus. `tensors` is asked at every release, since optimizer
-    state appears with the first step and is replaced when a checkpoint is loaded.
+    Copies run on their own stream after the work queued before them, and overlap later work; all such owners share the
+    stream, since they share the bus. `tensors` is called at every release, since optimizer state appears with the first
+    step and is replaced when a checkpoint is loaded.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
@@ -46,11 +46,11 @@ class OffloadedTensors(MemoryOwner):
         self._copy: tuple[str, int, torch.cuda.Event, torch.cuda.Event] | None = None
         """Direction, bytes, start and end of the last copy in flight."""
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        """Storages with their copies; the copies are valid, or on their way."""
+        """Storages with their host copies, which are valid or being made."""
         self._missing: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        """Of these, those that are not on the device, the last to come first; empty: all tensors are there."""
+        """Storages that are not on the device, the first to be restored last; empty if all tensors are there."""
         self.gigabytes_per_second: dict[str, float] = {}
-        """"in" and "out": of the last copy, as the device has timed it."""
+        """Rates of the last copies "in" and "out", measured by the device."""
 
     def num_bytes(self) -> int:
         if self._missing:
@@ -63,10 +63,10 @@ class OffloadedTensors(MemoryOwner):
         self._on_host = []
 
     def start_release(self) -> None:
-        if self._missing:  # nothing has changed since the copies were made
+        if self._missing:  # unchanged since the copies were made
             return
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
-        # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
+        # New tensors (first optimizer step, a checkpoint) have no copies yet.
         if {s.data_ptr() for s in storages} == {s.data_ptr() for s, _ in self._on_host}:
             return
         self._finish()
@@ -105,7 +105,7 @@ class OffloadedTensors(MemoryOwner):
         self._finish()
 
     def _start_copy(self, direction: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (destination, source) pairs, behind the copies that are in flight."""
+        """Copy (destination, source) pairs after the copies in flight."""
         if not pairs:
             return
         stream = copy_stream(torch.cuda.current_device())
@@ -128,7 +128,7 @@ class OffloadedTensors(MemoryOwner):
 
     @torch.no_grad()  # with gradients, to_local is an autograd function: 4 ms for the 870 tensors of a 0.5B student
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Each storage once, tiny ones left out."""
+        """Return each storage once, without small ones."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -138,15 +138,18 @@ class OffloadedTensors(MemoryOwner):
         return list(found.values())
 
     def _make_arena(self, num_bytes: int) -> torch.Tensor:
-        """At least so many bytes; made anew where the last arena is too small. Raises MemoryError as `page_locked`."""
+        """Return a buffer of at least `num_bytes`, reallocated if the last one is too small.
+
+        Raises MemoryError as `page_locked`.
+        """
         if self.arena is None or self.arena.numel() < num_bytes:
-            self.arena, self._on_host = None, []  # gives the last one back first
+            self.arena, self._on_host = None, []  # free the last one first
             self.arena = page_locked(max(num_bytes, ALIGNMENT))
         return self.arena
 
 
 class FrozenTensors(OffloadedTensors):
-    """Tensors that never change, so that they are copied to the host once."""
+    """Tensors that never change and are copied to the host once."""
 
     def changed(self) -> None:
         return
@@ -157,52 +160,57 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def page_locked(num_bytes: int) -> torch.Tensor:
-    """Page-locked host memory, unlocked when no tensor uses it any more.
+    """Return page-locked host memory, which is unlocked after its last use.
 
-    Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of optimizer
-    state that is the difference between fitting into a host and not. Raises MemoryError if the host does not have the
-    memory or must not lock it.
+    It is registered by hand, because torch's pinned allocator rounds sizes up to powers of two, which can make 60 GB of
+    optimizer state too large for a host. Raises MemoryError if the host lacks the memory or the permission to lock it.
     """
     memory, runtime = _host_memory(num_bytes), torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0))
     if error != 0:
-        del memory  # the error keeps this frame, and who catches it may take as much once more
+        del memory  # the error keeps this frame alive, and a handler may allocate as much again
         with contextlib.suppress(RuntimeError):
-            torch.zeros((), device="cuda")  # CUDA keeps the error for the next launch: it must not end another's work
+            torch.zeros((), device="cuda")  # clear the CUDA error, which the next launch would raise
         raise MemoryError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: CUDA error {error}")
-    # Memory that comes to lie at the same address could not be locked otherwise.
+    # Later memory at the same address could not be locked otherwise.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
     return torch.from_numpy(memory)
 
 
 def _host_memory(num_bytes: int) -> np.ndarray:
-    """Zeros, uint8 [num_bytes], at an aligned address. Raises MemoryError; torch would raise any RuntimeError."""
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)  # a large array begins 16 bytes behind a page
+    """Return zeros, uint8 [num_bytes], at an aligned address.
+
+    Raises MemoryError, unlike torch, which raises RuntimeError.
+    """
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)  # a large array begins 16 bytes after a page boundary
     memory = memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
-    # Written by all threads: to lock pages that exist already is an order of magnitude faster.
+    # Written by all threads: locking existing pages is an order of magnitude faster.
     torch.from_numpy(memory).zero_()
     return memory
 
 
 class HostCopies:
-    """Copies of tensors in host memory that is allocated once, page-locked beside a GPU, and used again.
+    """Copies of tensors in reusable host memory, page-locked on a GPU machine.
 
-    Each copy has a storage of its own, as those have that write safetensors expect it.
+    Each copy has its own storage, as writers of safetensors require.
     """
 
     def __init__(self, *, locked: bool):
         self._locked = locked
         self._blocks: list[tuple[torch.Tensor, int]] = []
-        """Memory, and how much of it is in use."""
+        """Memory blocks and their used bytes."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate so much more. Raises MemoryError as `page_locked`."""
+        """Allocate `num_bytes` more. Raises MemoryError as `page_locked`."""
         num_bytes += ROUNDING_BYTES
         block = page_locked(num_bytes) if self._locked else torch.from_numpy(_host_memory(num_bytes))
         self._blocks.append((block, 0))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, which is complete after `finish`. Raises MemoryError where more than was reserved is not there."""
+        """Return a copy, which is complete after `finish`.
+
+        Raises MemoryError if more memory is needed and not available.
+        """
         length = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         number = next((n for n, (block, used) in enumerate(self._blocks) if used + length <= block.numel()), None)
         if number is None:
@@ -219,5 +227,5 @@ class HostCopies:
             torch.cuda.current_stream().synchronize()
 
     def clear(self) -> None:
-        """Forget all copies: their memory is used again."""
+        """Drop all copies and reuse their memory."""
         self._blocks = [(block, 0) for block, _ in self._blocks]

@@ -1,8 +1,8 @@
-"""The residency table, and the object that enforces it.
+"""The residency table, and the class that enforces it.
 
-Actor, critic and rollout engine share each GPU and take turns. `Residency.enter` moves from one phase to the next,
-releasing before it acquires unless the device is known to have room for both; `Residency.prepare` starts the copies of
-a later phase behind the work of this one, where there is room. Nothing here knows about torch, FSDP or vLLM.
+Actor, critic and rollout engine alternate on each GPU. `Residency.enter` moves from one phase to the next, releasing
+before it acquires unless the device has room for both; `Residency.prepare` starts copies of a later phase in the
+background, where there is room. This module does not depend on torch, FSDP or vLLM.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
     "critic_update": frozenset({"critic_params"}),
     "critic_optimizer_step": frozenset({"critic_params", "critic_optimizer_state"}),
 }
-"""Phase -> owners on the device. A run has the phases whose owners it has. With LoRA the adapters are `actor_params`,
-the weights below them `frozen_params`."""
+"""Phase -> owners on the device. A run has the phases of its owners. With LoRA the adapters are `actor_params`, the
+base weights `frozen_params`."""
 CHANGING_PHASES = ("optimizer_step", "critic_optimizer_step")
-"""The only phases in which the content of a memory owner may change: then a copy made before is stale."""
+"""Phases in which the content of memory owners may change, which invalidates earlier copies."""
 MODEL_OWNERS: Mapping[str, tuple[str, ...]] = {
     "actor": ("actor_params", "optimizer_state"), "critic": ("critic_params", "critic_optimizer_state"),
     "reference": ("ref_params",), "reward_model": ("reward_model_params",),
 }
-"""Model of a worker -> the owners of its parameters and, where it is trained, of its optimizer state."""
+"""Model of a worker -> owners of its parameters and, if it is trained, of its optimizer state."""
 FROZEN = "frozen_params"
-"""Of the actor, with LoRA."""
+"""Owner of the actor's base weights, with LoRA."""
 MEMORY_OWNERS = (
     "kv_cache", "engine_weights", "reward_model_params", "ref_params", "critic_optimizer_state", "critic_params",
     "optimizer_state", "frozen_params", "actor_params",
 )  # fmt: skip
-"""In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
+"""In the order of release; they are acquired in reverse. vLLM restores its weights before its cache."""
 MARGIN_BYTES = 4 * 2**30
-"""Kept free when a memory owner comes before others have left: buckets of weights, activations in flight."""
+"""Memory kept free when a memory owner is acquired before others are released: buckets of weights, activations."""
 
 
 class MemoryOwner(Protocol):
-    """Something that occupies device memory. A subclass inherits the methods of an owner that copies nothing."""
+    """Something that occupies device memory. The default methods are those of an owner without host copies."""
 
     def acquire(self) -> None:
-        """Bring it onto the device, or finish what `start_acquire` began."""
+        """Bring the owner onto the device, or finish what `start_acquire` began."""
 
     def release(self) -> None:
-        """Take it off the device, or finish what `start_release` began."""
+        """Take the owner off the device, or finish what `start_release` began."""
 
     def start_acquire(self, room: int, most: int) -> int:
-        """Begin to bring what `room` bytes hold, about `most` bytes of it; the bytes that are missing then.
+        """Begin to acquire at most `room` bytes, and about `most`; return the bytes still missing.
 
-        None come of an owner that cannot do that in the background.
+        An owner that cannot do this in the background acquires nothing.
         """
         return self.num_bytes()
 
     def start_release(self) -> None:
-        """Begin to copy changed content to the host; the owner stays usable, for reading only."""
+        """Begin to copy changed content to the host; the owner stays readable."""
         return
 
     def changed(self) -> None:
-        """Its content is about to change: copies on the host are stale."""
+        """Mark host copies as stale, since the content is about to change."""
         return
 
     def num_bytes(self) -> int:
-        """Bytes that it takes on the device."""
+        """Return the bytes of the owner on the device."""
 
 
 class Residency:
-    """Keeps owners where `RESIDENCY` wants them.
+    """Keeps owners on the device as `RESIDENCY` requires.
 
     Args:
         owners: by the names in `MEMORY_OWNERS`.
-        movable: names of the owners that may leave the device; the others always stay (offload switched off).
-        resident: names of the owners that are on the device now.
-        free_bytes: bytes that can still be allocated on the device; None where there is no budget to keep.
+        movable: names of owners that may leave the device; others always stay (offload disabled).
+        resident: names of owners that are on the device now.
+        free_bytes: returns the bytes that can still be allocated on the device; None disables the budget.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class Residency:
         self._movable = movable & set(owners)
         self._resident = resident & set(owners)
         self._arriving: dict[str, int] = {}
-        """Owners of which some memory is on the device or on its way -> bytes that are missing."""
+        """Partly acquired owners -> bytes still missing."""
         self._free_bytes = free_bytes
         self._seconds: dict[str, float] = {}
         self._bytes: dict[tuple[str, str], int] = {}
 
     def enter(self, phase: str, *, finish: bool = True, changes: bool = True) -> None:
-        """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other that may leave.
+        """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other movable ones.
 
-        Without `finish` the others are released at the next `enter`, or when their room is needed. Without `changes`
-        copies on the host stay valid also in one of `CHANGING_PHASES`: what is on the device is only read.
+        Without `finish` other owners are released at the next `enter`, or when their memory is needed. Without
+        `changes` host copies stay valid also in one of `CHANGING_PHASES`, since the content is only read.
 
         Raises:
-            DeviceMemoryError: a memory owner does not fit, after the others have been released.
+            DeviceMemoryError: a memory owner does not fit after the others have been released.
         """
         wanted, owners = RESIDENCY[phase], self._owners
         leaving = self._unwanted(wanted)
@@ -125,11 +125,11 @@ class Residency:
         self._bytes |= {(phase, name): owners[name].num_bytes() for name in self._resident.difference(leaving)}
 
     def prepare(self, phase: str, *, reserve: int = 0, most: int = sys.maxsize) -> int:
-        """Start copies that entering `phase` will need, and return at once; the bytes that are coming in by this call.
+        """Start copies that entering `phase` will need, without waiting; return the bytes being acquired.
 
-        Owners of `phase` are brought in, about `most` bytes of them, as far as they fit beside all present ones and
-        `reserve` bytes for the allocations of the present phase; the next call goes on. The others are copied out, and
-        must not change any more until `phase` is entered (or one of `CHANGING_PHASES` is).
+        Owners of `phase` are acquired, about `most` bytes of them, as far as they fit beside the present ones and
+        `reserve` bytes for allocations of the present phase; the next call continues. Other owners are copied to the
+        host, and must not change until `phase` or one of `CHANGING_PHASES` is entered.
         """
         coming = 0
         for name in self._absent(phase):
@@ -144,12 +144,12 @@ class Residency:
         return coming
 
     def missing(self, phase: str) -> int:
-        """Bytes of owners of `phase`, as far as they are known, that are neither on the device nor on their way."""
+        """Return the known bytes of owners of `phase` that are neither on the device nor being acquired."""
         return sum(self._needed(name) for name in self._absent(phase))
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether any memory owner may leave the device."""
+    def has_movable_owners(self) -> bool:
+        """Return whether any memory owner may leave the device."""
         return bool(self._movable)
 
     def _unwanted(self, wanted: frozenset[str]) -> list[str]:
@@ -169,15 +169,15 @@ class Residency:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _absent(self, phase: str) -> list[str]:
-        """Owners that `phase` needs and that are not, or not wholly, there, in the order in which they are acquired."""
+        """Return the owners that `phase` needs and that are not fully on the device, in the order of acquisition."""
         return [name for name in reversed(self._owners) if name in RESIDENCY[phase] - self._resident]
 
     def _needed(self, name: str) -> int:
-        """Bytes that are missing of an owner that is not there. One that never came has no known size: 0."""
+        """Return the missing bytes of an absent owner; 0 if its size is unknown because it was never acquired."""
         return self._arriving[name] if name in self._arriving else self._owners[name].num_bytes()
 
     def _room(self, reserve: int) -> int:
-        """Bytes beside all that is there and `reserve`; none where there is no budget to keep."""
+        """Return the free bytes beyond `reserve`; 0 without a budget."""
         return 0 if self._free_bytes is None else self._free_bytes() - reserve
 
     def _check_budget(self, phase: str, name: str) -> None:
@@ -186,17 +186,18 @@ class Residency:
             others = ", ".join(f"{n} {self._owners[n].num_bytes() / 2**30:.2f} GiB" for n in sorted(self._resident))
             raise DeviceMemoryError(
                 f"phase {phase}: {name} needs {needed / 2**30:.2f} GiB on the device, {free / 2**30:.2f} GiB are free; "
-                f"there already: {others or 'no other owner'}; the last checkpoint is intact. "
-                "Switch on an offload (actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, those of "
-                "critic.fsdp_config), lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or give vLLM or a "
-                "teacher on this GPU a smaller gpu_memory_utilization"
+                f"in use: {others or 'no other owner'}; the last checkpoint is intact. "
+                "Enable an offload (actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, those of "
+                "critic.fsdp_config), lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or lower the "
+                "gpu_memory_utilization of vLLM or a teacher on this GPU"
             )
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds since the last call by move, e.g. "acquire kv_cache"."""
+        """Return seconds since the last call by move, e.g. "acquire kv_cache"."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def bytes_by_phase(self) -> dict[tuple[str, str], int]:
-        """(phase, owner) -> bytes on the device when the phase was last entered; absent: not there, or leaving."""
+        """Return (phase, owner) -> bytes on the device when the phase was last entered; absent or leaving owners have
+        no entry."""
         return dict(self._bytes)

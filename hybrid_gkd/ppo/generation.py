@@ -25,7 +25,7 @@ from hybrid_gkd.types import (
     SampleId,
     SamplingParams,
     Task,
-    given,
+    given_sample,
     with_tasks,
 )
 
@@ -143,9 +143,9 @@ class RolloutGenerator:
         if self.config.data.response_key is None:
             return []
         if step <= self.config.trainer.warmup_steps_sft:
-            return [given(task, number, 1.0) for task in tasks]
+            return [given_sample(task, number, 1.0) for task in tasks]
         drawn = drawn_rows(tasks, self.config.on_policy_fraction, seed=self.config.data.seed, number=number)
-        return [given(task, number, self.config.sft_coef) for task in tasks if task.index not in drawn]
+        return [given_sample(task, number, self.config.sft_coef) for task in tasks if task.index not in drawn]
 
     def _greedy_samples(self, tasks: tuple[Task, ...], number: int, limit: int) -> tuple[Sample, ...]:
         """Draw one greedy completion per task, in their order, numbered after the sampled ones."""

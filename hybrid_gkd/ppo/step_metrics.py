@@ -10,7 +10,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.guards import repeated_fraction
 from hybrid_gkd.ppo.token_weighting import Weighting
-from hybrid_gkd.types import Rollout, drawn
+from hybrid_gkd.types import Rollout, without_given
 
 PEAK_FLOPS: dict[str, float] = {
     "NVIDIA A10": 125e12,
@@ -42,7 +42,7 @@ def step_metrics(
     seconds = sum(measured.get(f"timing/{part}", 0.0) for part in parts)
     lengths = np.array([s.num_trained for s in rollout.samples])
     prompts = np.array([len(task.token_ids) for task in rollout.tasks])
-    own = drawn(rollout.samples)
+    own = without_given(rollout.samples)
     metrics = {
         **measured,
         **rollout.metrics,

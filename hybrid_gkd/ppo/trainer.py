@@ -38,7 +38,7 @@ from hybrid_gkd.scoring.reference_scorer import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
-from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, drawn, replaced, with_tasks
+from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, replace_by_id, with_tasks, without_given
 from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class PPOTrainer:
         self.step, self.extra_batches, self._weights_consistent = rollout.step, rollout.extra_batches, True
         self.kl_penalty.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
-        if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._continues():
+        if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self._continues():
             with self.clock.span("save_checkpoint"):
                 self.saving.take_snapshot()  # before publishing, while the whole state is on the devices
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
@@ -221,7 +221,7 @@ class PPOTrainer:
             of_tokens: additional token-level rewards; see `hybrid_gkd.ppo.learning_signal.with_advantages`.
         """
         everything, greedy, metrics = samples or [*rollout.samples], [*rollout.greedy], dict[str, float]()
-        samples = drawn(everything)
+        samples = without_given(everything)
         if not samples:
             return everything, metrics
         if of_tokens is None or self.config.trains_on_rewards:
@@ -239,7 +239,7 @@ class PPOTrainer:
             with self.clock.span("values"):
                 samples = scored(self.critic.values, self.pairs(samples))
         samples, found = with_advantages(self.config, rollout, samples, greedy, of_tokens)
-        everything = replaced(everything, samples)
+        everything = replace_by_id(everything, samples)
         if self.critic is None:
             return everything, metrics | found
         steps = updates_per_step(self.config.data.train_batch_size, self.config.resolved_critic)
@@ -263,7 +263,7 @@ class PPOTrainer:
         """
         section, prompts = self.config.algorithm, self.config.data.train_batch_size
         policy_loss = policy_loss and updates_per_step(prompts, self.config.actor_rollout_ref.actor) > 1
-        own = drawn(samples)
+        own = without_given(samples)
         if not own or not (section.compares_logprobs or policy_loss):
             return samples, {}
         known, metrics = self.with_old_logprobs(own), dict[str, float]()
@@ -271,7 +271,7 @@ class PPOTrainer:
         if section.compares_logprobs:
             of_sampled = self.config.has_sampled_loss
             own, metrics = with_rollout_correction(section, own, logprobs, of_sampled=of_sampled)
-        return replaced(samples, own), metrics
+        return replace_by_id(samples, own), metrics
 
     def with_old_logprobs(self, samples: list[Sample]) -> list[Sample]:
         """Add log-probabilities of the trained tokens under the present weights, unless present."""
@@ -375,7 +375,7 @@ class PPOTrainer:
         """Save the step: in the background from a snapshot if the workers support it, otherwise synchronously."""
         with self.clock.span("save_checkpoint"):
             in_background = self.saving.has_snapshot
-            if not in_background and self.group.saves_behind and self._continues():
+            if not in_background and self.group.saves_in_background and self._continues():
                 self.saving.take_snapshot()
                 in_background = True
             (self.saving.start if in_background else self.saving.write)(self._state())

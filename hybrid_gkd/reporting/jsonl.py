@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hybrid_gkd.runtime.files import JsonLinesFile, encode, free_path, read_json_lines
+from hybrid_gkd.runtime.files import JsonLinesFile, encode_rows, free_path, read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ class JsonLines:
         for path in paths:
             if path.exists() and info.resume:
                 temporary = path.with_name(path.name + ".tmp")
-                temporary.write_bytes(encode(row for row in read_json_lines(path) if row["step"] <= info.start_step))
+                kept = (row for row in read_json_lines(path) if row["step"] <= info.start_step)
+                temporary.write_bytes(encode_rows(kept))
                 temporary.replace(path)
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))

@@ -30,7 +30,7 @@ class ConsoleHandler(logging.StreamHandler):
         self.setLevel(logging.INFO)
         self._terminal = self.stream.isatty()
         self.setFormatter(logging.Formatter("%(message)s" if self._terminal else "%(asctime)s %(message)s", TIME))
-        self.addFilter(lambda record: not hasattr(record, "for_the_file"))
+        self.addFilter(lambda record: not hasattr(record, "log_only"))
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(self.stream) if self._terminal else contextlib.nullcontext():
@@ -105,5 +105,5 @@ def failure_logged() -> Iterator[None]:
         yield
     except BaseException as error:
         what = f"run failed: {type(error).__name__}: {error}"
-        PACKAGE.error(what, exc_info=True, extra={"for_the_file": True})
+        PACKAGE.error(what, exc_info=True, extra={"log_only": True})
         raise

@@ -22,7 +22,7 @@ from hybrid_gkd.reporting.tensorboard import TensorBoard
 from hybrid_gkd.reporting.trackio import Trackio
 from hybrid_gkd.reporting.wandb_tracker import Wandb
 from hybrid_gkd.runtime.files import read_json_lines
-from hybrid_gkd.runtime.imports import how_to_install, load_object
+from hybrid_gkd.runtime.imports import install_command, load_object
 from hybrid_gkd.types import Generation, MetricLog, RunInfo
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Track
     """
     for name, package in EXTRAS.items():
         if name in loggers and importlib.util.find_spec(name) is None:
-            rule = f"{name} needs a package that is not installed: {how_to_install(package)}"
+            rule = f"{name} needs a package that is not installed: {install_command(package)}"
             raise ConfigError("trainer.logger", rule, list(loggers))
     own = {name: load_object("trainer.logger", name) for name in loggers if name not in TRACKERS}
     return {name: made for name, made in TRACKERS.items() if name in loggers or name == "jsonl"} | own

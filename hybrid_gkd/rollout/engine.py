@@ -16,13 +16,13 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.runtime.imports import is_import_path, load_object
-from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams, generated
+from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams, generated_sample
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from hybrid_gkd.offload.budget import EngineRoom
+    from hybrid_gkd.offload.budget import EngineMemory
 
 KEY = "actor_rollout_ref.rollout.name"
 ROLLOUT_ENGINES = {
@@ -121,7 +121,7 @@ class RolloutEngine(Protocol):
         new_ids = np.asarray(new_ids, np.int32)
         if self.num_ids is not None and (largest := new_ids.max(initial=0)) >= self.num_ids:
             raise WorkerError(f"{KEY}: {self.description} sampled id {largest}; token ids are below {self.num_ids}")
-        return generated(
+        return generated_sample(
             request, new_ids, version=self.weight_version, status=status,
             logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         )
@@ -176,7 +176,7 @@ def resolve_engine(name: str) -> str:
 
 def make_engine(
     config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
-    room: EngineRoom | None = None,
+    room: EngineMemory | None = None,
 ) -> RolloutEngine:
     """Create the engine of `actor_rollout_ref.rollout.name`. Collective over the process group.
 

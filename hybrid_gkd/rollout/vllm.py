@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_gkd.compat.vllm import runner, scheduler
+from hybrid_gkd.compat.vllm import fast_scheduler, runner
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.loading import load_llm
+from hybrid_gkd.compat.vllm.llm import load_llm
 from hybrid_gkd.compat.vllm.repetitions import repetition_detection
 from hybrid_gkd.config import Config, RolloutConfig
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models.spec import overrides_for_engine, read_config
-from hybrid_gkd.offload.budget import LARGEST_SHARE, EngineRoom
+from hybrid_gkd.offload.budget import MAX_FRACTION, EngineMemory
 from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
@@ -43,7 +43,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def __init__(
         self, config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
-        room: EngineRoom | None = None,
+        room: EngineMemory | None = None,
     ):
         llm_class = vllm_compat.import_llm(device.type)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -84,15 +84,15 @@ class VLLMRolloutEngine(RolloutEngine):
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _memory_fraction(rollout.gpu_memory_utilization, room)
         if rollout.fast_paths:
-            arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
+            arguments |= fast_scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
         self.llm.collective_rpc(vllm_compat.unlink_shared_memory)
         if num_ids < rows:
             self.llm.apply_model(functools.partial(vllm_compat.mask_logits, num_ids=num_ids))
         if self.can_sleep:
-            self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
+            self.llm.collective_rpc(vllm_compat.tolerate_memory_growth)
         self.engine = self.llm.llm_engine
-        self.scheduler = scheduler.short_path(self.engine)
+        self.scheduler = fast_scheduler.short_path(self.engine)
         """Scheduler with the short path for decode steps; None if vLLM's own is used."""
         self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)
@@ -218,12 +218,12 @@ def _check_sharded_sampling(rollout: RolloutConfig, num_ids: int) -> None:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{SHARDED_SAMPLING}", rule, True)
 
 
-def _memory_fraction(configured: float | None, room: EngineRoom | None) -> float:
+def _memory_fraction(configured: float | None, room: EngineMemory | None) -> float:
     """Return the configured `gpu_memory_utilization`; if unset, derive it from the free memory of this rank's GPU."""
     if configured is not None or room is None:
-        return LARGEST_SHARE if configured is None else configured
+        return MAX_FRACTION if configured is None else configured
     free, total = torch.cuda.mem_get_info()
-    fraction = room.share(total_bytes=total, free_bytes=free)
+    fraction = room.fraction(total_bytes=total, free_bytes=free)
     logger.info(
         "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB free)", fraction, free / 2**30, total / 2**30
     )

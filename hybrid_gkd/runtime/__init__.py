@@ -1,1 +1,1 @@
-"""Intervals of time, what is waited for, files, processes and imports: what every room may use."""
+"""Time spans, waits with deadlines, files, processes and imports; every other folder may import it."""

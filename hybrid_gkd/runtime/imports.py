@@ -1,7 +1,6 @@
-"""A user's own loss, reward, rollout engine or tracker: `package.module:name` or `path/to/file.py:name`.
+"""Import user-defined functions and classes: `package.module:name` or `path/to/file.py:name`.
 
-A module must be importable from where the program was started. And `quick_imports`, for large packages, and
-`how_to_install`, for those that are missing.
+A module must be importable from the folder in which the program was started.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from hybrid_gkd.errors import ConfigError
 
 
 def is_import_path(value: str) -> bool:
-    """Whether a configuration value names something of the user's own instead of a built-in one."""
+    """Return whether a configuration value names a user-defined object instead of a built-in one."""
     return ":" in value
 
 
 def load_object(key: str, import_path: str) -> Any:
-    """The object that `import_path` names; the module or file is executed.
+    """Return the object that `import_path` names, after executing its module or file.
 
-    Raises ConfigError, for the configuration key `key`: no such module or file, it fails to import, or it does not hold
-    a callable of that name.
+    Raises ConfigError for the configuration key `key`: the module or file does not exist, fails to import, or does not
+    define a callable of that name.
     """
     source, _, name = import_path.rpartition(":")
     file = Path(source).expanduser() if source.endswith(".py") or "/" in source else None
@@ -47,12 +46,12 @@ def load_object(key: str, import_path: str) -> Any:
 
 
 def _execute(file: Path) -> Any:
-    # Our own prefix: a file named json.py must not replace the module of that name.
+    # With a prefix: a file named json.py must not replace the standard module.
     name = f"hybrid_gkd_user_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -62,33 +61,34 @@ def _execute(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import large packages in it: torch, transformers and vLLM together then take two thirds of the time.
+def gc_paused() -> Iterator[None]:
+    """Disable garbage collection while large packages are imported.
 
-    Python's garbage collector is off, which would walk again and again through all that has been imported.
+    Importing torch, transformers and vLLM then takes a third less time, because the collector would traverse all
+    imported objects again and again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:  # else this is a block within another one
+        if was_enabled:  # blocks may be nested
             gc.enable()
 
 
-def keep_loaded() -> None:
-    """Exempt what is in memory now from garbage collection until the process ends.
+def freeze_gc() -> None:
+    """Exempt all objects in memory from garbage collection until the process ends.
 
-    A full pass of the collector looks at every object there is and holds up all threads meanwhile, for tenths of a
-    second where torch and a model are loaded.
+    A full collection traverses every object and stops all threads, for tenths of a second once torch and a model are
+    loaded.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else libraries report what is never freed as leaks
+    atexit.register(gc.unfreeze)  # else libraries report the frozen objects as leaks
 
 
-def how_to_install(*packages: str) -> str:
-    """The command that adds packages to the environment of this interpreter, which has no pip where uv made it."""
+def install_command(*packages: str) -> str:
+    """Return the shell command that installs packages into the environment of this interpreter, with pip or uv."""
     with_pip = [sys.executable, "-m", "pip", "install"]
     with_uv = ["uv", "pip", "install", "--python", sys.executable]
     return shlex.join([*(with_uv if importlib.util.find_spec("pip") is None else with_pip), *packages])

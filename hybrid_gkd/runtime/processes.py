@@ -1,4 +1,4 @@
-"""Process groups: who is in one, and their end."""
+"""List the members of a process group and wait until they have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def members(group: int) -> set[int]:
-    """Process ids of a group, without those that have ended; empty where there is no /proc."""
+    """Return the ids of the running processes of a group; empty on systems without /proc."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -20,7 +20,10 @@ def members(group: int) -> set[int]:
 
 
 def wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> set[int]:
-    """Those that are still there after `timeout` seconds."""
+    """Wait until a group has ended, for at most `timeout` seconds; return the ids that are still running.
+
+    `besides`: process ids to ignore.
+    """
     deadline = time.monotonic() + timeout
     while (left := members(group).difference(besides)) and time.monotonic() < deadline:
         time.sleep(0.05)

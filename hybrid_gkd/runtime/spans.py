@@ -1,6 +1,6 @@
-"""Spans, named stretches of time in a process: the trainer's make `timing/*` and `teacher/hidden_fraction`.
+"""Named time spans of a process; those of the trainer give `timing/*` and `teacher/hidden_fraction`.
 
-Each process appends its spans to a file of its own, and reporting/trace.py makes one trace of the files.
+Each process appends its spans to its own file; reporting/trace.py merges the files into one trace.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TRAINER = "trainer"
 SUFFIX = ".spans.jsonl"
 MAX_BYTES = 16 * 2**20  # about 250,000 spans
 current_step: contextvars.ContextVar[int | None] = contextvars.ContextVar("current_step", default=None)
-"""Training step that this thread works for; None: none."""
+"""Training step that this thread works for; None without one."""
 
 
 @contextlib.contextmanager
 def working_for(step: int) -> Iterator[None]:
-    """What the block does in this thread is for a step."""
+    """Attribute the work of this thread in the block to a training step."""
     token = current_step.set(step)
     try:
         yield
@@ -40,35 +40,35 @@ def working_for(step: int) -> Iterator[None]:
 
 
 class Span(NamedTuple):
-    """A stretch of time that a participant spent on one thing."""
+    """A named interval of one participant."""
 
     row: str
     """TRAINER, "teacher", or a worker by role and rank: "rollout worker 0"."""
     name: str
     start: float
     end: float
-    """Seconds of this process's time.monotonic; in a file, of the wall clock."""
+    """Seconds of this process's time.monotonic; wall-clock time in a file."""
     lane: int = 0
-    """Spans of a row that overlap without containing each other are in different lanes."""
+    """Number of the lane; overlapping spans of a row that are not nested have different lanes."""
     step: int | None = None
-    """Training step that it was for."""
+    """Training step of the span."""
 
 
 class Counters(NamedTuple):
-    """Numbers of a participant at a moment, which its row shows as curves."""
+    """Values of a participant at one moment, drawn as curves in its row."""
 
     row: str
     at: float
-    """As a span's start."""
+    """Time of the values, in the clock of `Span.start`."""
     values: dict[str, float]
 
 
 class SpanFile:
-    """Appends spans to a file, which the first one creates, as lines of JSON.
+    """Appends spans as JSON lines to a file, which is created by the first one.
 
-    Times become those of the wall clock by one reading of it, so that they never run backwards. A failing disk costs
-    the spans, with one warning, and not the run. At `max_bytes` the file becomes `<name>.old.spans.jsonl`, in place
-    of the one before: the newest spans are always there, in twice as much at most.
+    Times are converted to wall-clock time with one offset, so that they are monotonic. If the disk fails, spans are
+    dropped after one warning and the run continues. At `max_bytes` the file is renamed to `<name>.old.spans.jsonl`,
+    which replaces the previous one: the newest spans are always kept, in at most twice that size.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES):
@@ -90,22 +90,22 @@ class SpanFile:
                 self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + ".old" + SUFFIX))
         except OSError as error:
             self._failed = True
-            logger.warning("%s cannot be written, the run goes on without it: %s", self._path, error)
+            logger.warning("%s cannot be written, the run continues without it: %s", self._path, error)
 
     def close(self) -> None:
-        """Close the file; a later span opens it again."""
+        """Close the file; a later span reopens it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class Clock:
-    """Times blocks of code; threads may share it.
+    """Measures the time of code blocks; thread-safe.
 
     Args:
-        sink: gets every span and counter, one at a time, teacher requests included.
-        step: of the spans.
-        sample: gives numbers at the end of each span.
+        sink: receives every span and counter, teacher requests included; never called concurrently.
+        step: returns the training step of a span.
+        sample: returns counter values at the end of each span.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class Clock:
     ) -> None:  # fmt: skip
         self._row, self._sink, self._step, self._sample = row, sink, step, sample
         self._lock = threading.Lock()
-        self._lanes: dict[int, int] = {}  # of each thread
+        self._lanes: dict[int, int] = {}  # by thread id
         self._seconds: dict[str, float] = {}
-        self._spans: list[Span] = []  # of the trainer: those that `overlap` will need
+        self._spans: list[Span] = []  # spans of the trainer that `overlap` still needs
         self._requests: list[Interval] = []
-        self._request_lanes: list[float] = []  # when the last request in each ended
+        self._request_lanes: list[float] = []  # end of the last request in each lane
         self._requests_until = math.inf
-        self._of_thread = threading.local()  # open spans, seconds in outermost ones, and both at the last `untimed`
+        self._of_thread = threading.local()  # open spans, seconds in outermost spans, and both at the last `untimed`
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the block; also when it raises."""
+        """Measure the time of the block, also if it raises."""
         own = vars(self._of_thread)
         depth, started = own.get("depth", 0), time.monotonic()
         own["depth"] = depth + 1
@@ -142,27 +142,27 @@ class Clock:
                 self._sink(span)
                 if self._row == TRAINER:
                     self._spans.append(span)
-        self.count(self._sample())  # not after an error, which a device that has failed would hide by one of its own
+        self.count(self._sample())  # not after an error, which sampling a failed device could replace by another one
 
     def count(self, values: dict[str, float]) -> None:
-        """Record numbers as they are now, by the name and unit of their curve: "GPU memory, GiB"."""
+        """Record values by the name and unit of their curve, such as "GPU memory, GiB"."""
         if values:
             with self._lock:
                 self._sink(Counters(self._row, time.monotonic(), values))
 
     def add(self, name: str, seconds: float) -> None:
-        """Add time that was measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """`timing/<name>` -> seconds since the last call."""
+        """Return `timing/<name>` -> seconds since the last call."""
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return {f"timing/{name}": seconds for name, seconds in taken.items()}
 
     def untimed(self) -> dict[str, float]:
-        """`timing/other`: seconds since this thread's last call in which it had no span; nothing in its first call."""
+        """Return `timing/other`: seconds outside of spans since this thread's last call; empty in its first call."""
         own, now = vars(self._of_thread), time.monotonic()
         timed = own.get("timed", 0.0)
         last, own["last"] = own.get("last"), (now, timed)
@@ -171,10 +171,10 @@ class Clock:
     def requests(
         self, intervals: list[Interval], *, until: float, steps: Iterable[int | None] = itertools.repeat(None)
     ) -> float:
-        """Record the teacher requests that have ended, each from its first sending to its scores, and their steps.
+        """Record finished teacher requests, each from its first attempt to its scores, with their steps.
 
-        Every request that began before `until` is among these or earlier ones. Returns the seconds in which at least
-        one was under way, `timing/get_teacher_knowledge`, without those that an earlier call has counted.
+        All requests that began before `until` must be among these or earlier ones. Returns the seconds during which at
+        least one request was in flight (`timing/get_teacher_knowledge`), without those counted by earlier calls.
         """
         for (start, end), step in sorted(zip(intervals, steps, strict=False), key=lambda pair: pair[0]):
             lane = next((n for n, free in enumerate(self._request_lanes) if free <= start), len(self._request_lanes))
@@ -188,9 +188,9 @@ class Clock:
         return in_flight
 
     def overlap(self) -> dict[str, float]:
-        """`teacher/hidden_fraction` of the time since the last call; nothing where no request was under way.
+        """Return `teacher/hidden_fraction` of the time since the last call; empty if no request was in flight.
 
-        No span may be open. From the first request that is still under way on, time counts in the next call.
+        No span may be open. Time after the start of the oldest unfinished request counts in the next call.
         """
         horizon = self._requests_until
         requests = [(start, min(end, horizon)) for start, end in self._requests if start < horizon]
@@ -202,7 +202,7 @@ class Clock:
 
 
 def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A method whose calls are spans of `self.clock`."""
+    """Return a decorator that records every call of a method as a span of `self.clock`."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -216,9 +216,9 @@ def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def hidden_seconds(requests: Iterable[Interval], spans: Iterable[Span]) -> float:
-    """Time with a request under way in which the trainer was generating or updating, and not waiting for the teacher.
+    """Return the seconds with a request in flight in which the trainer generated or updated and did not wait for it.
 
-    A rollout engine in a pool of its own generates during that wait, and the update stands still all the same.
+    A rollout engine in its own pool generates during that wait, but the update is idle; this does not count as hidden.
     """
     own = [(span.name, (span.start, span.end)) for span in spans if span.row == TRAINER]
     work = [interval for name, interval in own if name in ("gen", "update_actor")]
@@ -226,7 +226,7 @@ def hidden_seconds(requests: Iterable[Interval], spans: Iterable[Span]) -> float
 
 
 def seconds(*sets: Iterable[Interval], without: Iterable[Interval] = ()) -> float:
-    """Time that is in an interval of every set, and in none of `without`."""
+    """Return the length of the intersection of all sets of intervals, minus the intervals of `without`."""
     every = [*sets, without]
     edges = sorted(
         (at, change, n) for n, intervals in enumerate(every) for start, end in intervals

@@ -1,4 +1,4 @@
-"""Nothing waits in silence: what a block of code waits for is said in the log after 10 s, and then every 30 s.
+"""Log waits that take longer than 10 s, and again every 30 s.
 
     with waiting("the teacher at 10.0.0.5:15555", Timeout(600.0, "actor_rollout_ref.teacher.request_timeout")):
         ...
@@ -21,11 +21,11 @@ EVERY_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Timeout:
-    """The most that a wait may take; as text with the key that sets it, as every message about a deadline names it."""
+    """Maximum duration of a wait; as text with the configuration key that sets it."""
 
     seconds: float
     key: str = ""
-    """Configuration key; empty where nothing sets it."""
+    """Configuration key; empty for a fixed timeout."""
 
     def __str__(self) -> str:
         return f"{self.rounded} s ({self.key or 'fixed'})"
@@ -36,16 +36,16 @@ class Timeout:
 
 
 class Wait:
-    """A wait under way; see `waiting`."""
+    """A wait in progress; see `waiting`."""
 
     def __init__(self, whom: str, timeout: Timeout | None, detail: Callable[[], str], since: float | None):
         self.whom, self._timeout, self._detail = whom, timeout, detail
         self.started = self._timeout_began = time.monotonic() if since is None else since
         self._over = threading.Event()
-        self.was_said = False
+        self.was_logged = False
 
     def restart_timeout(self) -> None:
-        """There was progress, and the timeout is one of inactivity."""
+        """Restart an inactivity timeout after progress."""
         self._timeout_began = time.monotonic()
 
     def __str__(self) -> str:
@@ -57,11 +57,11 @@ class Wait:
             until = f", until {clock_time(self._timeout_began + self._timeout.seconds)} ({limit})"
         return f"waiting for {self.whom}{': ' if detail else ''}{detail}; {since}{until}"
 
-    def say_until_over(self) -> None:
+    def log_until_over(self) -> None:
         pause = FIRST_SECONDS
         while not self._over.wait(pause):
-            logger.info("%s", str(self))  # as it is now, not when a handler gets to it
-            self.was_said, pause = True, EVERY_SECONDS
+            logger.info("%s", str(self))  # formatted now, not when a handler processes the record
+            self.was_logged, pause = True, EVERY_SECONDS
 
     def end(self) -> None:
         self._over.set()
@@ -71,24 +71,24 @@ class Wait:
 def waiting(
     whom: str, timeout: Timeout | None = None, detail: Callable[[], str] = lambda: "", since: float | None = None
 ) -> Iterator[Wait]:
-    """Say what the block waits for if it takes long, and at the end how long it took; an error says that by itself.
+    """Log what the block waits for if it takes long, and its duration at the end unless it raises.
 
     Args:
-        whom: that is waited for, "the teacher at host:port".
-        timeout: which the block keeps, or a library that it calls; None: a library has one of its own.
-        detail: asked in another thread for what is still missing whenever it is said.
-        since: when it began, by time.monotonic; None: now.
+        whom: the awaited party, such as "the teacher at host:port".
+        timeout: timeout kept by the block or by a library it calls; None if a library has its own.
+        detail: returns what is still missing; called from another thread before every log line.
+        since: start of the wait by time.monotonic; None: now.
     """
     wait = Wait(whom, timeout, detail, since)
-    threading.Thread(target=wait.say_until_over, name="waiting", daemon=True).start()
+    threading.Thread(target=wait.log_until_over, name="waiting", daemon=True).start()
     try:
         yield wait
     finally:
         wait.end()
-    if wait.was_said:
+    if wait.was_logged:
         logger.info("waited %.0f s for %s", time.monotonic() - wait.started, whom)
 
 
 def clock_time(at: float) -> str:
-    """A moment of time.monotonic as this machine's clock shows it, 13:20:05."""
+    """Return a time.monotonic value as local wall-clock time, such as 13:20:05."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + at))

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import ConfigError, DataError
-from hybrid_gkd.runtime.imports import how_to_install
+from hybrid_gkd.runtime.imports import install_command
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import OverlongBufferConfig, RewardConfig
@@ -163,7 +163,7 @@ def _compares(function: Callable[..., float]) -> Callable[[RewardConfig], Comput
 def check_math_verify() -> None:
     """Check the dependency of the reward math. Raises ConfigError: math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        rule = f"math needs the package math-verify: {how_to_install('math-verify[antlr4_13_2]>=0.8')}"
+        rule = f"math needs the package math-verify: {install_command('math-verify[antlr4_13_2]>=0.8')}"
         raise ConfigError("reward.name", rule, show_value=False)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from hybrid_gkd.config import CUSTOM, MODEL
 from hybrid_gkd.errors import ConfigError, DataError
-from hybrid_gkd.runtime.imports import how_to_install, load_object
+from hybrid_gkd.runtime.imports import install_command, load_object
 from hybrid_gkd.scoring.builtin_rewards import BUILTIN_REWARDS, Response
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def load_functions(section: RewardConfig) -> dict[str, RewardFunction]:
     functions = {name: _custom(section) if name == CUSTOM else _builtin(name, section) for name in names}
     can_hang = [function.label for function in functions.values() if function.can_hang]
     if can_hang and importlib.util.find_spec("pebble") is None:
-        rule = f"runs in separate processes and needs the package pebble: {how_to_install('pebble>=5.1')}"
+        rule = f"runs in separate processes and needs the package pebble: {install_command('pebble>=5.1')}"
         raise ConfigError("reward", f"{can_hang[0]} {rule}", show_value=False)
     return functions
 

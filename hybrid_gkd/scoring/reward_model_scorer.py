@@ -13,7 +13,7 @@ import numpy as np
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.prompts import plain_text
-from hybrid_gkd.errors import DataError, TrainingError, in_words
+from hybrid_gkd.errors import DataError, TrainingError, describe_error
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import Score
@@ -54,7 +54,7 @@ class RewardTexts:
                 chat, tools=task.tools, add_generation_prompt=False, tokenize=False
             )
         except Exception as error:  # a template can raise any error on roles or their order
-            reason = f"the chat template of reward_model.model.path raised an error: {in_words(error)}"
+            reason = f"the chat template of reward_model.model.path raised an error: {describe_error(error)}"
             raise DataError(f"row {task.row} of the data: {reason}") from error
         return np.array(self.own(text, add_special_tokens=False).input_ids, np.int32)
 

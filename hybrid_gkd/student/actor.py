@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.config import ActorConfig, Config, DistillationConfig
-from hybrid_gkd.errors import naming
+from hybrid_gkd.errors import prefix_errors
 from hybrid_gkd.losses import table, terms
 from hybrid_gkd.losses.head import LossFunction, RowStatistics
 from hybrid_gkd.losses.objective import Objective
@@ -180,7 +180,7 @@ class Actor(TrainedModel):
     def check_packing(self, longest: int) -> None:
         """Run `check_packing` of logprob_model.py. Raises ModelError naming the key of the model's path."""
         self.hf_model.eval()  # PhiMoE's router draws random numbers in training
-        with naming(PATH_KEY):
+        with prefix_errors(PATH_KEY):
             check_packing(self.model, self.hf_model.config, longest=longest, device=self.device)
         self.hf_model.train()
         self.reshard()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.compat.transformers import unneeded_keys
-from hybrid_gkd.errors import ModelError, in_words
+from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
@@ -66,7 +66,7 @@ def build_model(
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: cannot load {path!r}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:  # of a field that the architecture needs
-        raise ModelError(f"{key}: cannot load {path!r}: {in_words(error)}") from error
+        raise ModelError(f"{key}: cannot load {path!r}: {describe_error(error)}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights splits tied parameters
     use_torch_norms(model)
@@ -97,7 +97,7 @@ def _saveable(found: Any, derived: Any, path: str) -> Any:
             found.validate(strict=True)
             return found
         except ValueError as error:
-            reason = in_words(error)
+            reason = describe_error(error)
     logger.warning("%s: generation_config.json is invalid and not exported: %s", path, reason)
     return derived
 

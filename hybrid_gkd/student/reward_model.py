@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig, RewardModelConfig
-from hybrid_gkd.errors import naming
+from hybrid_gkd.errors import prefix_errors
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.student.loading import build_model, check_head, classifier_head
 from hybrid_gkd.student.logprob_model import check_no_leaks, hidden_states
@@ -89,7 +89,7 @@ def check_classifier(section: RewardModelConfig) -> Any:
         path, dtype=torch.float32, trust_remote_code=section.model.trust_remote_code, override_config={},
         key=REWARD_MODEL_PATH, classifier=True,
     )
-    with naming(f"{REWARD_MODEL_PATH}: {path}"):
+    with prefix_errors(f"{REWARD_MODEL_PATH}: {path}"):
         ScoreModel(model)
         check_head(model, path)
     return model.config

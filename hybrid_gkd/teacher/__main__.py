@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 
-from hybrid_gkd.errors import HybridGKDError, TeacherError, in_words
-from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.errors import HybridGKDError, TeacherError, describe_error
+from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
@@ -170,13 +170,13 @@ def join(arguments: argparse.Namespace) -> int:
         if os.getppid() != arguments.die_with_parent:  # the parent ended before the call
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
-    with quick_imports():  # imported here, because the broker's process does not need torch
+    with gc_paused():  # imported here, because the broker's process does not need torch
         from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
         from hybrid_gkd.teacher.server.scoring_worker import ScoringWorker
 
     try:
         engine = load_scoring_engine(EngineOptions.parsed(arguments))
-        keep_loaded()
+        freeze_gc()
         log.info("loaded %s with backend %s", engine.info.model, engine.info.backend)
         ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
@@ -184,7 +184,7 @@ def join(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if arguments.debug:
             raise
-        raise TeacherError(f"the worker failed: {in_words(error)}") from error
+        raise TeacherError(f"the worker failed: {describe_error(error)}") from error
     return 0
 
 

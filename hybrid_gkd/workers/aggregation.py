@@ -1,7 +1,7 @@
-"""From the losses of tokens to the loss of a mini-batch: `loss_agg_mode` as a factor of each token's loss.
+"""Aggregate token losses over a mini-batch: `loss_agg_mode` as a factor of each token's loss.
 
 Workers divide the sum over a mini-batch's trained tokens by their number N over all ranks, known before the first
-backward. Every mode is that mean with factors, so none depends on the cut into micro-batches, packing or ranks.
+backward. Every mode is that mean with factors, so none depends on the sizes of micro-batches, packing or ranks.
 
 Shapes: R_i trained tokens of sample i, B samples and N tokens of a mini-batch.
 """
@@ -20,23 +20,23 @@ from hybrid_gkd.types import Sample
 
 
 def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = None) -> list[Sample]:
-    """The samples of ONE whole mini-batch with the factors of a mode in their `weights`.
+    """Return the samples of ONE whole mini-batch with the factors of a mode in their `weights`.
 
-    `mode` is `actor.loss_agg_mode` unless another one is given.
+    `mode`: None takes `actor.loss_agg_mode`.
 
-    Tokens whose weight is 0 are not trained on: they count neither in lengths nor in means, nor do samples without
-    any other. Lengths are kept tokens:
+    Tokens with weight 0 are not trained on: they count neither in lengths nor in means; a sample without other tokens
+    does not count either. Lengths are numbers of kept tokens:
 
         token-mean               N / (kept tokens): each token counts the same
         seq-mean-token-sum       N / B
         seq-mean-token-mean      N / (B R_i)
         seq-mean-token-sum-norm  N / (B L), L a constant; Dr. GRPO, arXiv 2503.20783, with L = max_response_length
 
-    A term that only some of the samples have a signal of is a mean over those alone: its factors are `weights/<term>`,
-    0 for the others. What none of them has yet may be on its way to all.
+    A term whose signal exists only for some of the samples is a mean over those: its factors are `weights/<term>`, 0
+    for the others. A signal that no sample has may still arrive for all.
 
-    With `distillation.token_weights` the distillation term is divided by the sum of the weights in the place of the
-    number of tokens; weights that are known already are in its factors.
+    With `distillation.token_weights` the distillation term is divided by the sum of the weights instead of the number
+    of tokens; weights that are known already are in its factors.
 
     Raises TrainingError: no token is left in any term.
     """
@@ -86,7 +86,7 @@ def _sums(row: TokenWeights, samples: list[Sample], weights: list[np.ndarray]) -
 
 
 def _factors(kept: Sequence[float], mode: str, num_tokens: int, constant: float) -> list[np.float32]:
-    """Of each sample, from its tokens that count; 0 for one without any."""
+    """Return the factor of each sample from its kept tokens or their sum of weights; 0 without kept tokens."""
     num_kept, num_samples = sum(kept), sum(number > 0 for number in kept)
     denominators: dict[str, list[float]] = {
         "token-mean": [num_kept] * len(kept),

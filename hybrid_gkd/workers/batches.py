@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class Batches:
-    """Cuts samples for one model, by its section of the configuration."""
+    """Cuts samples into batches for one model, by its section of the configuration."""
 
     def __init__(self, config: Config, section: ActorConfig | CriticConfig, group: WorkerGroup):
         self.config, self.section, self.group = config, section, group
         self.size = section.ppo_mini_batch_size or config.data.train_batch_size
-        """Tasks of a mini-batch."""
+        """Tasks per mini-batch."""
         limit = section.ppo_max_token_len_per_gpu if section.use_dynamic_bsz else section.ppo_micro_batch_size_per_gpu
-        self.room = group.size * (limit or 1)
-        """Of one micro-batch on each worker, in the unit of `measure`."""
+        self.capacity = group.size * (limit or 1)
+        """Capacity of one micro-batch on each worker together, in the unit of `measure`."""
 
     def measure(self, sample: Sample) -> int:
-        """Return what a sample takes of a micro-batch: its tokens, or one."""
+        """Return the size of a sample in a micro-batch: its tokens, or 1."""
         return sample.num_tokens if self.section.use_dynamic_bsz else 1
 
-    def whole(self, samples: list[Sample]) -> int:
+    def count_full(self, samples: list[Sample]) -> int:
         """Return how many of the first samples fill micro-batches on each worker; if there are too few, one on each."""
         sizes = list(itertools.accumulate(map(self.measure, samples)))
-        each = max(1, sizes[-1] // self.room)
-        count = max(1, sum(size <= each * self.room for size in sizes))
-        while count > 1 and len(self.plan(samples[:count])[0]) > each:  # they would fit if they could be cut
+        each = max(1, sizes[-1] // self.capacity)
+        count = max(1, sum(size <= each * self.capacity for size in sizes))
+        while count > 1 and len(self.plan(samples[:count])[0]) > each:  # sequences cannot be split to fit exactly
             count -= 1
         return count
 
@@ -46,15 +46,15 @@ class Batches:
         return [with_loss_weights(self.config, each, self.section.loss_agg_mode) for each in mini_batches]
 
     def epochs(self, samples: list[Sample]) -> list[list[MiniBatch]]:
-        """Return for each worker its shares of the mini-batches of `ppo_epochs` passes."""
+        """Return for each worker its parts of the mini-batches of `ppo_epochs` passes."""
         return self.shares(self.mini_batches(samples) * (self.section.ppo_epochs or 1))
 
     def shares(self, mini_batches: list[list[Sample]]) -> list[list[MiniBatch]]:
-        """Return for each worker its share of each mini-batch."""
+        """Return for each worker its part of each mini-batch."""
         return [list(shares) for shares in zip(*map(self.parts, mini_batches), strict=True)]
 
     def parts(self, samples: list[Sample], num_tokens: int | None = None) -> list[MiniBatch]:
-        """Return each worker's share of a mini-batch, or of a part of one that has `num_tokens` trained tokens."""
+        """Return each worker's part of a mini-batch, or of a piece of one that has `num_tokens` trained tokens."""
         num_tokens = num_tokens or sum(sample.num_trained for sample in samples)
         return [MiniBatch(micro_batches=share, num_tokens=num_tokens) for share in self.plan(samples)]
 
@@ -73,10 +73,10 @@ class Batches:
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several optimizer steps together: of rates the last, of others the mean.
+    """Return the metrics of several optimizer steps together: the last of learning rates, the mean of others.
 
-    It is over the tokens (TokenMean) of all steps that have the metric, or over the steps if it is not of tokens. With
-    several steps the divergences of the first and the last tell how far the rollout has led.
+    The mean is weighted by tokens for a TokenMean, else over the steps that have the metric. With several steps, the
+    divergences before the first and the last update are added.
     """
     found: dict[str, list[float]] = {}
     for update in updates:

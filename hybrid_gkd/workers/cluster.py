@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, one that is given or its own on this machine, and the workers' processes on it."""
+"""Connect to the Ray cluster of a run or start one on this machine, and start and stop its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_gkd.compat.ray import on_loopback
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.workers.own_cluster import own_group, starting
+from hybrid_gkd.workers.own_cluster import joining_group, own_group
 from hybrid_gkd.workers.placement import Role
 from hybrid_gkd.workers.pool import Pool
 
@@ -29,8 +29,8 @@ CLOSE_SECONDS = 5.0
 """Grace period for the cluster to stop the workers."""
 
 
-def _reach(address: str) -> None:
-    """Raises WorkerError if `address` has a host and port, and nothing listens there; Ray itself tries for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise WorkerError if `address` has a host and port where nothing listens; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
@@ -50,13 +50,13 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
     """
     init = config.ray_init
     if init.address is not None:
-        _reach(init.address)
+        _check_reachable(init.address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    options["address"] = init.address or "local"  # without one Ray joins whatever cluster it finds on this machine
+    options["address"] = init.address or "local"  # without an address Ray joins any cluster on this machine
     if init.address is None:
-        # Worker processes may share a core; Ray would refuse to place more of them than it counts cores.
+        # Worker processes may share a core; Ray places at most one per counted core.
         cpus = max(init.num_cpus or os.cpu_count() or 1, config.workers_per_node)
-        # Workers get the first GPUs, so that a local teacher can have the ones after them.
+        # Workers get the first GPUs, a local teacher those after them.
         gpus = config.workers_per_node if device == "cuda" else 0
         options |= {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         stack.callback(ray.shutdown)
         whom = f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"
         try:
-            with waiting(whom), starting(group), contextlib.nullcontext() if init.address else on_loopback():
+            with waiting(whom), joining_group(group), contextlib.nullcontext() if init.address else on_loopback():
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
@@ -77,7 +77,7 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
 
 
 def place_workers(config: Config, device: str, log_folder: Path | None = None) -> list[Pool]:
-    """Start the processes of all workers, which load nothing yet; the pool that trains comes first.
+    """Start the processes of all workers, without loading anything; the training pool comes first.
 
     Raises WorkerError: the cluster does not have the resources.
     """
@@ -106,17 +106,17 @@ def _check_resources(pools: list[Pool], needed: dict[str, float]) -> None:
 
 
 def stop_workers(pools: list[Pool]) -> None:
-    """Harmless when repeated. Returns within seconds also when Ray itself has been killed before."""
-    # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
+    """Stop all workers; may be called repeatedly. Returns within seconds, also if Ray has been killed."""
+    # Ray's calls wait a minute for a dead cluster and then abort the process; this deadline prevents that.
     def stop() -> None:
         try:
             for pool in pools:
                 pool.close()
-        except Exception as error:  # Ray may have ended before: then the workers end with it
-            logger.debug("the workers were not stopped one by one: %s", error)
+        except Exception as error:  # Ray may have ended before, and the workers with it
+            logger.debug("the workers could not be stopped by Ray: %s", error)
 
     closing = threading.Thread(target=stop, name="close workers", daemon=True)
     closing.start()
     closing.join(CLOSE_SECONDS)
     if closing.is_alive():
-        logger.warning("Ray did not answer within %s while the workers were stopped", Timeout(CLOSE_SECONDS))
+        logger.warning("Ray did not stop the workers within %s", Timeout(CLOSE_SECONDS))

@@ -1,4 +1,4 @@
-"""The device of one worker: how much of its memory is in use, and the shares of its engine and its models."""
+"""Memory of one worker's device: measurements, and the memory owners of its engine and its models."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """Measures one device; all zeros on the CPU. `start` and `take_peak` share torch's counter of the peak."""
+    """Measures the memory of one device; all zeros on the CPU. `start` and `take_peak` share torch's peak counter."""
 
     def __init__(self, device_type: str):
         self._on_gpu = device_type == "cuda"
         self._peak = self._started_with = 0
 
     def used(self) -> int:
-        """Bytes in use on the device, over all processes."""
+        """Return the bytes in use on the device, over all processes."""
         free, total = torch.cuda.mem_get_info() if self._on_gpu else (0, 0)
         return total - free
 
     def reserved(self) -> int:
-        """Bytes that torch's allocator holds in this process, an engine's included, asleep or not."""
+        """Return the bytes of torch's allocator in this process, including those of an engine, sleeping or not."""
         return torch.cuda.memory_reserved() if self._on_gpu else 0
 
     def start(self) -> None:
-        """`taken` counts from here on."""
+        """Start a measurement for `taken` and `present`."""
         if self._on_gpu:
             self._keep_peak()
             self._started_with = torch.cuda.memory_allocated()
 
     def taken(self) -> int:
-        """Peak bytes of tensors since `start`, beyond the bytes at that moment."""
+        """Return the peak bytes of tensors since `start`, beyond the bytes at that moment."""
         return torch.cuda.max_memory_allocated() - self._started_with if self._on_gpu else 0
 
     def present(self) -> int:
-        """Bytes of tensors beyond those at the last `start`."""
+        """Return the bytes of tensors beyond those at the last `start`."""
         return torch.cuda.memory_allocated() - self._started_with if self._on_gpu else 0
 
     def take_peak(self) -> int:
-        """Peak bytes of tensors since the last call."""
+        """Return the peak bytes of tensors since the last call."""
         if self._on_gpu:
             self._keep_peak()
         peak, self._peak = self._peak, 0
         return peak
 
     def trim(self) -> None:
-        """Give torch's cached memory back to the device."""
+        """Return torch's cached memory to the device."""
         if self._on_gpu:
             torch.cuda.empty_cache()
 
@@ -66,13 +66,13 @@ class MemoryMeter:
 
 
 class EngineOwner(MemoryOwner):
-    """The rollout engine's weights, or its KV cache. vLLM frees both in one call and wakes them one after the other.
+    """The rollout engine's weights, or its KV cache. vLLM frees both in one call and restores them separately.
 
     Args:
-        wake: takes the memory.
-        release: frees it. Releasing the KV cache frees the weights too, so that they need no release of their own.
-        size: its bytes, as the engine knows them; 0: it does not. Then they are measured at every wake, with what other
-            processes take or free on the device meanwhile.
+        wake: allocates the memory.
+        release: frees it. Releasing the KV cache also frees the weights, which need no release of their own.
+        size: returns its bytes; 0: unknown. Unknown sizes are measured at every wake, including what other processes
+            allocate or free on the device at the same time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EngineOwner(MemoryOwner):
         return self._num_bytes
 
     def acquire(self) -> None:
-        """Wake. Memory in torch's cache is given back first if it is needed: vLLM does not allocate from it."""
+        """Wake. If necessary, torch's cached memory is returned first, since vLLM does not allocate from it."""
         if not self._num_bytes or self._num_bytes + MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
             torch.cuda.empty_cache()  # waits for all copies in flight
         before = torch.cuda.mem_get_info()[0]
@@ -97,16 +97,16 @@ class EngineOwner(MemoryOwner):
 
 
 def free_device_bytes() -> int:
-    """Bytes that torch or vLLM can still allocate: free on the device, or cached by torch's allocator."""
+    """Return the bytes that torch or vLLM can still allocate: free on the device, or cached by torch's allocator."""
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return torch.cuda.mem_get_info()[0] + cached
 
 
 class SharedDevice:
-    """The memory of a worker's engine and models on "cuda" or "cpu".
+    """Memory of a worker's engine and models on "cuda" or "cpu".
 
-    `build_engine` comes first, since an engine measures how much memory is free, then every model with `add_model`, the
-    actor as the last, then `manage`.
+    Call `build_engine` first, since an engine measures the free memory, then `add_model` for every model, the actor
+    last, then `manage`.
     """
 
     def __init__(self, device_type: str):
@@ -117,16 +117,16 @@ class SharedDevice:
         self._movable, self._away = set[str](), set[str]()
         self._generated = self._hybrid = self._engine_sleeps = False
         self._engine_bytes = 0
-        """Of the engine as it was built; asleep, if it can sleep."""
+        """Bytes of the engine after it was built; asleep, if it can sleep."""
         self._actor_rest_bytes = 0
-        """In torch's allocator after a publish, beyond the engine's own."""
+        """Bytes in torch's allocator after a publish, beyond the engine's own."""
         self._engine_pool_bytes = self._reserved_with_engine = 0
 
     def build_engine(self, make: Callable[[], RolloutEngine]) -> RolloutEngine:
-        """Make the engine, put it to sleep if it can, and note the memory that it takes.
+        """Build the engine, put it to sleep if it can, and record its memory.
 
-        Asleep it is the CUDA context above all, which only the free memory of the device shows: another process that
-        takes memory meanwhile is counted too.
+        A sleeping engine mainly holds its CUDA context, which shows only in the free memory of the device: allocations
+        of other processes at the same time are counted too.
         """
         used_before = self.meter.used()
         engine = make()
@@ -134,14 +134,15 @@ class SharedDevice:
         self._reserved_with_engine = self.meter.reserved()
         self._engine_sleeps = engine.can_sleep
         if engine.can_sleep:
-            # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
+            # torch counts the pool of a sleeping engine as allocated, although no memory is mapped there.
             self._engine_pool_bytes = torch.cuda.memory_allocated()
             engine.sleep()
         self._engine_bytes = self.meter.used() - used_before
         return engine
 
     def add_model(self, name: str, model: ShardedModel) -> None:
-        """Make memory owners of a model of `MODEL_OWNERS`, movable as its `fsdp` says; all but the actor leave now."""
+        """Create the memory owners of a model of `MODEL_OWNERS`, movable by its `fsdp`; all but the actor's are
+        released now."""
         params, *states = MODEL_OWNERS[name]
         self._models.append(name)
         self.offloaded[params] = OffloadedTensors(model.parameters)
@@ -151,14 +152,15 @@ class SharedDevice:
         frozen = {FROZEN} & self.offloaded.keys()
         self._movable |= {params} | frozen if self.on_gpu and model.fsdp.param_offload else set()
         self._movable |= set(states) if self.on_gpu and model.fsdp.optimizer_offload else set()
-        if name != "actor" and params in self._movable:  # so that the next model has room
+        if name != "actor" and params in self._movable:  # to make room for the next model
             self.offloaded[params].release()
             self._away.add(params)
 
     def manage(self, engine: RolloutEngine | None) -> Residency:
-        """The residency of this worker's memory owners: of the models that were added, an engine, or both.
+        """Return the residency of this worker's memory owners: those of added models, of an engine, or both.
 
-        The actor's parameters stay where they make room for nobody. The engine is asleep, if it can sleep.
+        The actor's parameters stay on the device if there is no other owner to make room for. The engine is asleep, if
+        it can sleep.
         """
         owners: dict[str, MemoryOwner] = dict(self.offloaded)
         movable, asleep = set(self._movable), set(self._away)
@@ -171,7 +173,7 @@ class SharedDevice:
                     return engine.sleeping_bytes()
                 return engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
 
-            # The methods are looked up when they are needed: an engine that never sleeps may lack them.
+            # The methods are looked up on use: an engine that never sleeps may lack them.
             owners["engine_weights"] = EngineOwner(lambda: engine.wake_weights(), size=lambda: sizes()[0])
             owners["kv_cache"] = EngineOwner(
                 lambda: engine.wake_kv_cache(), lambda: engine.sleep(), size=lambda: sizes()[1]
@@ -184,7 +186,7 @@ class SharedDevice:
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """Around a generation: memory that the first one takes and keeps is the engine's."""
+        """Wrap a generation: memory that the first one keeps is counted as the engine's."""
         before = self.meter.reserved()
         yield
         if not self._generated:
@@ -193,14 +195,14 @@ class SharedDevice:
             self._reserved_with_engine += self.meter.reserved() - before
 
     def trim_after_publish(self) -> float:
-        """Give cached memory back and note how much of the actor's stays; seconds."""
+        """Return cached memory to the device and record how much of the actor's remains; return the seconds taken."""
         started = time.perf_counter()
         self.meter.trim()
         self._actor_rest_bytes = self.meter.reserved() - self._reserved_with_engine
         return time.perf_counter() - started
 
     def metrics(self, residency: Residency) -> dict[str, float]:
-        """Peak memory since the last call and bytes by phase and owner, GiB, under their metric names."""
+        """Return peak memory since the last call and bytes by phase and owner, GiB, by metric name."""
         sizes = residency.bytes_by_phase()
         metrics = {f"memory/{phase}/{owner}_gb": size / 2**30 for (phase, owner), size in sizes.items()}
         if self.on_gpu:

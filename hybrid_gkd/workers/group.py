@@ -1,6 +1,6 @@
-"""The workers as one typed object, whether student and rollout engine share a pool or have one each.
+"""All workers as one typed object, with student and rollout engine in the same pool or in separate ones.
 
-Each method calls the method of the same name on every worker that it concerns; deadlines as in `Pool`.
+Each method calls the method of the same name on the workers of its role, with the deadlines of `Pool`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ray
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.offload.budget import EngineRoom
+from hybrid_gkd.offload.budget import EngineMemory
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.types import (
@@ -36,7 +36,7 @@ from hybrid_gkd.workers.cluster import place_workers, stop_workers
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (
     CAUSE_SECONDS,
-    LONG_NAMES,
+    DESCRIPTIONS,
     NCCL_KEY,
     Calls,
     Pool,
@@ -49,23 +49,23 @@ from hybrid_gkd.workers.pool import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-"""Shortest wait for progress of a generation."""
-HOST_SHARE = 0.9
-"""Of the free memory of a host, at most, that workers are planned to take."""
+"""Minimum wait for progress of a generation."""
+MAX_HOST_FRACTION = 0.9
+"""Maximum fraction of a host's free memory that workers may be planned to use."""
 
 
 class WorkerGroup:
-    """`config.world_size` workers that train and `config.rollout_world_size` that generate, one GPU each.
+    """`config.world_size` training and `config.rollout_world_size` generating workers, one GPU each.
 
     With a hybrid engine they are the same.
 
     Args:
         num_ids: see `LogprobModel`.
-        engine_room: by which a rollout engine without `gpu_memory_utilization` finds its share of a GPU.
-        copy_bytes: see `holds_copies`.
-        load: False for the doctor, for whom they load nothing.
-        on_placed: called with their places before they load.
-        check: called again and again while they load; what it raises ends that.
+        engine_memory: sizes a rollout engine without `gpu_memory_utilization`.
+        copy_bytes: see `host_memory_suffices`.
+        load: False places the workers without loading anything.
+        on_placed: called with the placements before the workers load.
+        check: called repeatedly while the workers load; its errors end the start.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -73,7 +73,7 @@ class WorkerGroup:
 
     def __init__(
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
-        stop_token_ids: list[int] | None = None, num_ids: int | None = None, engine_room: EngineRoom | None = None,
+        stop_token_ids: list[int] | None = None, num_ids: int | None = None, engine_memory: EngineMemory | None = None,
         copy_bytes: float | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
         check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
@@ -82,34 +82,34 @@ class WorkerGroup:
         self.pools = place_workers(config, device, log_folder)
         self.actors, self.rollouts = self.pools[0], self.pools[-1]
         self.size = self.actors.size
-        """Workers that train."""
+        """Number of training workers."""
         self.log_files = [file for pool in self.pools for file in pool.log_files]
         try:
             for pool in self.pools:
                 pool.begin()
             self.placements = [place for pool in self.pools for place in pool.placements]
-            """Of all workers, the ones that train first."""
+            """Placements of all workers, training ones first."""
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
-            self.saves_behind = holds_copies(self.actors.placements, copy_bytes)
-            """Whether the workers that train have the memory for `take_snapshot`."""
+            self.saves_in_background = host_memory_suffices(self.actors.placements, copy_bytes)
+            """True if training workers have the memory for `take_snapshot`."""
             if load:
                 ids: dict[str, Any] = {"stop_token_ids": stop_token_ids or [], "num_ids": num_ids}
                 updates = {"actor": num_updates, "critic": num_critic_updates}
-                self._initialize(check, num_updates=updates, engine_room=engine_room, **ids)
+                self._initialize(check, num_updates=updates, engine_memory=engine_memory, **ids)
         except BaseException:
             self.close()
             raise
 
     def _initialize(self, check: Callable[[], None], **options: Any) -> None:
-        """Load all pools at the same time, and build the group through which weights travel from pool to pool."""
+        """Load all pools at the same time, and build the process group for weight transfers between pools."""
         calls: Calls = {}
         for pool in self.pools:
             address = pool.rendezvous(pool.load_timeout)
-            calls |= pool.start("initialize", address, saves_behind=self.saves_behind, **options)
+            calls |= pool.start("initialize", address, saves_in_background=self.saves_in_background, **options)
         results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS, check=check)
         self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
-        """Of each worker that trains: its device and versions, and the engine that generates for it."""
+        """Device and versions of each training worker, and the engine that generates for it."""
         self.attention_cost = attention_cost(int(results[0]["hidden_size"]))
         self._dtype = self.description[0]["engine_dtype"]
         if len(self.pools) > 1:
@@ -123,12 +123,12 @@ class WorkerGroup:
             gather("join_weight_sync", joins, grace_period=CAUSE_SECONDS)
 
     def all_reduce(self, timeout: Timeout) -> None:
-        """Check that the workers of each pool reach each other. Raises WorkerError that names the silent ones."""
+        """Run an all-reduce in each pool. Raises WorkerError naming the workers that do not answer."""
         for pool in self.pools:
             pool.all_reduce(timeout)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
-        """Yield samples of all workers as they finish; an empty list shows progress while none does.
+        """Yield samples of all workers as they finish; an empty list shows progress without finished samples.
 
         Raises WorkerError if a worker failed, or made no progress within the timeout.
         """
@@ -141,9 +141,9 @@ class WorkerGroup:
 
         def detail() -> str:
             at_work = {stream: streams[stream] for stream in list(last_progress)}
-            return f"{missing} of {len(requests)} responses are not finished yet, at {name_workers(at_work)}"
+            return f"{missing} of {len(requests)} responses unfinished, at {name_workers(at_work)}"
 
-        with waiting(LONG_NAMES["generate"], Timeout(self.timeout, NCCL_KEY), detail) as wait:
+        with waiting(DESCRIPTIONS["generate"], Timeout(self.timeout, NCCL_KEY), detail) as wait:
             while last_progress:
                 stream = self._next_stream(streams, last_progress)
                 if stream is None:
@@ -159,22 +159,22 @@ class WorkerGroup:
                 except WorkerDiedError:
                     raise
                 except HybridGKDError as error:
-                    pool.leave_alone("generate", rank, {ref.completed(): at for ref, at in streams.items()})
+                    pool.mark_stuck_peers("generate", rank, {ref.completed(): at for ref, at in streams.items()})
                     if not isinstance(error, WorkerError):
                         raise
-                    # Perhaps only because a worker that shares the engine with it has died.
+                    # The cause may be the death of a worker that shares the engine.
                     peers = {ref: at for ref, at in pool.start("placement").items() if at != (pool, rank)}
                     raise (find_dead("generate", peers)[0] or error) from error
                 missing -= len(finished)
                 yield finished
         if missing:
-            raise WorkerError(f"generate: {missing} of {len(requests)} samples did not come back")
+            raise WorkerError(f"generate: {missing} of {len(requests)} samples are missing")
 
     def _next_stream(self, streams: Calls, last_progress: dict[Any, float]) -> Any | None:
-        """One of the streams that has something, or None a moment later. Raises WorkerError where one is overdue."""
+        """Return a stream that has results, or None after a short wait. Raises WorkerError if one is overdue."""
         now = time.monotonic()
         overdue = [stream for stream, progress in last_progress.items() if now >= progress + self.timeout]
-        candidates = overdue or list(last_progress)  # an overdue one may have made progress not looked at yet
+        candidates = overdue or list(last_progress)  # an overdue one may have unseen results
         remaining = max(POLL_SECONDS, min(last_progress.values()) + self.timeout - now)
         ready: list[Any]
         ready, _ = ray.wait(candidates, num_returns=1, timeout=remaining, fetch_local=False)
@@ -183,65 +183,66 @@ class WorkerGroup:
         return ready[0] if ready else None
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
-        """Forward and backward of a part of a mini-batch, each worker its share; the last part goes to `update`."""
+        """Run forward and backward of a part of a mini-batch on every worker; the last part goes to `update`."""
         self.actors.call("accumulate", shares=parts)
 
     def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
-        """Take an optimizer step per mini-batch, of which each worker has its share; return the metrics of each.
+        """Take an optimizer step per mini-batch; return the metrics of each.
 
-        `last`: no other call for the same rollout follows. Of the first mini-batch, parts may have been accumulated. A
-        micro-batch of it travels ahead of the others, so that the workers compute while the rest is on its way.
+        `batches`: mini-batches of each worker. `last`: no other call for the same rollout follows. Parts of the first
+        mini-batch may have been accumulated before. Its first micro-batch is sent ahead, so that the workers compute
+        while the rest is transferred.
         """
         calls: Calls = {}
         if all(len(share[0].micro_batches) > 1 for share in batches):
-            ahead, rest = zip(*(_divided(share[0]) for share in batches), strict=True)
+            ahead, rest = zip(*(_split_first(share[0]) for share in batches), strict=True)
             calls = self.actors.start("accumulate", shares=ahead)
             batches = [[first, *share[1:]] for first, share in zip(rest, batches, strict=True)]
         calls |= self.actors.start("update", last=last, shares=batches)
         metrics: list[dict[str, float]] = gather("update", calls)[-1]
         return metrics
 
-    def _joined(self, method: str, shares: list[Any]) -> dict[Any, Any]:
-        """What the workers that train return for their shares."""
+    def _merge_results(self, method: str, shares: list[Any]) -> dict[Any, Any]:
+        """Call a method on the training workers with a part each, and merge the returned dictionaries."""
         return {each: found for part in self.actors.call(method, shares=shares) for each, found in part.items()}
 
     def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        """Sample id -> float32 [R], over all workers."""
-        return self._joined("compute_logprobs", micro_batches)
+        """Return sample id -> float32 [R], over all workers."""
+        return self._merge_results("compute_logprobs", micro_batches)
 
     def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        """Sample id -> float32 [R], under the reference policy, over all workers."""
-        return self._joined("compute_ref_logprobs", micro_batches)
+        """Return sample id -> float32 [R] under the reference policy, over all workers."""
+        return self._merge_results("compute_ref_logprobs", micro_batches)
 
     def compute_ref_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
-        """The same with the reference's `ref.topk` most likely tokens of each position."""
-        return self._joined("compute_ref_topk", micro_batches)
+        """Return sample id -> the reference policy's `ref.topk` most likely tokens of each position."""
+        return self._merge_results("compute_ref_topk", micro_batches)
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
-        """Index of a text -> its score by the reward model, over all workers."""
-        return self._joined("compute_reward_scores", micro_batches)
+        """Return index of a text -> its score by the reward model, over all workers."""
+        return self._merge_results("compute_reward_scores", micro_batches)
 
     def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        """Sample id -> float32 [R], what the critic expects before each response token, over all workers."""
-        return self._joined("compute_values", micro_batches)
+        """Return sample id -> float32 [R], the critic's values before each response token, over all workers."""
+        return self._merge_results("compute_values", micro_batches)
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
-        """One optimizer step of the critic per mini-batch, of which each worker has its share; the metrics of each."""
+        """Take one optimizer step of the critic per mini-batch; return the metrics of each."""
         metrics: list[dict[str, float]] = self.actors.call("update_critic", shares=batches)[0]
         return metrics
 
     def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        """Sample id -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`."""
-        return self._joined("compute_divergences", micro_batches)
+        """Return sample id -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`."""
+        return self._merge_results("compute_divergences", micro_batches)
 
     def publish(self, weight_version: int) -> dict[str, float]:
-        """Copy the actor's weights into every engine; the slowest worker's seconds by name."""
+        """Copy the actor's weights into every engine; return the slowest worker's seconds by name."""
         one_pool = len(self.pools) == 1
         seconds = self.actors.call("publish", weight_version) if one_pool else self._sync_weights(weight_version)
         return {name: max(part.get(name, 0.0) for part in seconds) for part in seconds for name in part}
 
     def _sync_weights(self, weight_version: int) -> list[dict[str, float]]:
-        """The same from pool to pool. The log lines are documented: users search for them when a run hangs."""
+        """Transfer weights from pool to pool. The log lines are documented: users search for them when a run hangs."""
         logger.info("Starting rollout weight synchronization...")
         started = time.monotonic()
         sending = self.actors.start("send_weights", self._dtype)
@@ -257,7 +258,7 @@ class WorkerGroup:
                     logger.info(text, self.timeout, NCCL_KEY)
 
         try:
-            # At the timeout a waiting worker raises; one that stays silent is what the others waited for.
+            # At the timeout a waiting worker raises; one that does not answer is the cause.
             limit = Timeout(self.timeout, NCCL_KEY)
             seconds = gather("weight sync", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
         except HybridGKDError as error:
@@ -267,25 +268,25 @@ class WorkerGroup:
         return seconds
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write all parts of a checkpoint into `folder`, which all workers see; checksums of its files."""
+        """Write all parts of a checkpoint into `folder`, which all workers share; return the checksums of its files."""
         timeout = self.actors.load_timeout
         written = self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
         return {name: each for part in written for name, each in part.items()}
 
     def take_snapshot(self, *, tokenizer_path: str) -> None:
-        """`save_checkpoint` in parts, where `saves_behind`: copy to the host what is to be written, as it is now."""
+        """Copy the present state to the host for a later `write_snapshot`; requires `saves_in_background`."""
         self.actors.call("take_snapshot", tokenizer_path=tokenizer_path, timeout=self.actors.load_timeout)
 
     def write_snapshot(self, folder: Path) -> None:
-        """Let the workers write it into `folder`, which all of them see, behind the calls that follow."""
+        """Start writing the snapshot into `folder`, which all workers share, in the background."""
         self.actors.call("write_snapshot", str(folder))
 
     def snapshot_written(self) -> bool:
-        """Whether all workers have written it. Raises as `finish_snapshot` where one has failed."""
+        """Return whether all workers have written the snapshot. Raises as `finish_snapshot` if one failed."""
         return all(self.actors.call("snapshot_written"))
 
     def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
-        """Wait until they have; checksums of the files by path in the folder, and the slowest worker's seconds.
+        """Wait for the snapshot; return checksums of the files by path in the folder, and the slowest worker's seconds.
 
         Raises CheckpointError.
         """
@@ -297,33 +298,35 @@ class WorkerGroup:
         self.actors.call("load_checkpoint", str(folder), timeout=self.actors.load_timeout)
 
     def can_save(self) -> bool:
-        """After a failure: whether the student's workers still answer; a warning says where they wait for a failed one.
+        """Return whether training workers still respond after a failure; log a warning if they are stuck in a
+        collective.
 
-        A pool that only generates is stopped first.
+        A separate rollout pool is stopped first.
         """
         if len(self.pools) > 1:
             self.rollouts.close()
-        return self.actors.answers()
+        return self.actors.is_responsive()
 
-    def _answering(self, generating: bool) -> list[Pool]:
-        """Without a pool that is `generating` by itself, whose workers answer when they are done."""
+    def _responsive_pools(self, generating: bool) -> list[Pool]:
+        """Return the pools to call: without a separate rollout pool that is `generating`, since it would respond only
+        at the end."""
         return self.pools[:1] if generating else self.pools
 
     def device_metrics(self, *, generating: bool = False) -> dict[str, float]:
-        """Memory in GiB, and seconds of updates since the last call, by metric name: of the worker that has most.
+        """Return memory in GiB, and seconds of updates since the last call, by metric name: the maximum over workers.
 
-        `generating`: whether the next batch is being generated; a pool that does it by itself is not waited for.
+        `generating`: the next batch is being generated; a separate rollout pool is then skipped.
         """
-        parts = [part for pool in self._answering(generating) for part in pool.call("device_metrics")]
+        parts = [part for pool in self._responsive_pools(generating) for part in pool.call("device_metrics")]
         return {name: max(part[name] for part in parts if name in part) for part in parts for name in part}
 
     def write_profiles(self, *, generating: bool) -> list[str]:
-        """End the profiles of a step of `trainer.profile_steps`; their files, or why one could not be written.
+        """End the profiles of a step of `trainer.profile_steps`; return their files, or the reasons of failures.
 
         `generating` as in `device_metrics`; the profiles of that pool have been written before.
         """
         calls: Calls = {}
-        for pool in self._answering(generating):
+        for pool in self._responsive_pools(generating):
             calls |= pool.start("write_profiles")
         return [text for part in gather("write_profiles", calls, self.actors.load_timeout) for text in part]
 
@@ -332,14 +335,14 @@ class WorkerGroup:
         stop_workers(self.pools)
 
 
-def _divided(batch: MiniBatch) -> tuple[MiniBatch, MiniBatch]:
-    """Its first micro-batch, and the others."""
+def _split_first(batch: MiniBatch) -> tuple[MiniBatch, MiniBatch]:
+    """Return the first micro-batch and the others."""
     first, *others = batch.micro_batches
     return dataclasses.replace(batch, micro_batches=(first,)), dataclasses.replace(batch, micro_batches=tuple(others))
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:
-    """Raises WorkerError if two workers, of one pool or of two, see the same GPU."""
+    """Raise WorkerError if two workers, of one pool or of two, see the same GPU."""
     holders: dict[str, Placement] = {}
     for place in placements:
         if place.gpu is None:
@@ -347,26 +350,27 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
         first = holders.setdefault(place.gpu, place)
         if first is not place:
             raise WorkerError(
-                f"trainer.n_gpus_per_node: {first.worker} and {place.worker} got the same GPU ({place.gpu}); "
+                f"trainer.n_gpus_per_node: {first.worker} and {place.worker} have the same GPU ({place.gpu}); "
                 f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')} here"
             )
 
 
-def holds_copies(placements: list[Placement], copy_bytes: float | None) -> bool:
-    """Whether training goes on while a checkpoint is written, and the hosts have room for it; says where one has not.
+def host_memory_suffices(placements: list[Placement], copy_bytes: float | None) -> bool:
+    """Return whether hosts have the memory to write checkpoints in the background; log a warning if one has not.
 
-    `copy_bytes`: that each worker then takes of its host, all in all; None where training never goes on. The workers'
-    free memory was measured before they load anything.
+    `copy_bytes`: host memory of a worker in total with a copy of a checkpoint; None if checkpoints are never written in
+    the background. Free memory was measured before the workers load.
     """
     if copy_bytes is None:
         return False
     for host in {place.host for place in placements}:
         here = [place for place in placements if place.host == host]
         free = min(place.free_host_bytes for place in here)
-        if len(here) * copy_bytes > HOST_SHARE * free:
+        if len(here) * copy_bytes > MAX_HOST_FRACTION * free:
             logger.warning(
-                "training waits for checkpoints: %d worker(s) at %s would take %.1f GiB of host memory with a copy of "
-                "one, and %.1f GiB are free", len(here), host, len(here) * copy_bytes / 2**30, free / 2**30,
+                "checkpoints are not written in the background: %d worker(s) at %s would need %.1f GiB of host memory "
+                "with a copy of one, but %.1f GiB are free", len(here), host, len(here) * copy_bytes / 2**30,
+                free / 2**30,
             )  # fmt: skip
             return False
     return True

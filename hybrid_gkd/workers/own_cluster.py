@@ -1,7 +1,7 @@
-"""The processes of a Ray cluster that a run starts on its machine: one process group, which ends with the run.
+"""Process group of a Ray cluster that a run starts on its machine; it ends with the run.
 
-A signal to the run's own group (Ctrl-C, `timeout`, a closed terminal) does not reach them, so that the workers are
-there to save what they have. A guard kills the group if the run is killed; Ray's agents would stay for a minute.
+A signal to the run's own group (Ctrl-C, `timeout`, a closed terminal) does not reach it, so that the workers can still
+save a checkpoint. A guard process kills the group if the run is killed; Ray's agents would otherwise stay for a minute.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hybrid_gkd.runtime.processes import wait_for_end
 logger = logging.getLogger(__name__)
 
 GUARD = "read _; sleep 1; kill -KILL 0"
-"""Waits for the end of its input, which is the end of the run."""
+"""Shell command that kills its group after the end of its input, which is the end of the run."""
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
-"""Grace period for processes to end by themselves, and the timeout for killed ones to be gone."""
+"""Grace period for processes to end, and timeout for killed ones to disappear."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _joins: list[int] = []
-"""The group for processes that are forked now."""
+"""Group that forked processes join now."""
 
 
 def _join() -> None:
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_join)
 
 @contextlib.contextmanager
 def own_group() -> Iterator[int]:
-    """A process group; at the end of the block all of its processes are gone, the guard included."""
+    """Create a process group; all of its processes, the guard included, have ended at the end of the block."""
     with subprocess.Popen(
         ["sh", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         process_group=0,
@@ -50,14 +50,14 @@ def own_group() -> Iterator[int]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(guard.pid, signal.SIGKILL)
             if left := wait_for_end(guard.pid, KILL_SECONDS):
-                logger.warning("processes of Ray that are still there: %s", ", ".join(map(str, sorted(left))))
+                logger.warning("processes of Ray still running: %s", ", ".join(map(str, sorted(left))))
 
 
 @contextlib.contextmanager
-def starting(group: int | None) -> Iterator[None]:
-    """Processes that are started in the block belong to the group; signals wait until it is over.
+def joining_group(group: int | None) -> Iterator[None]:
+    """Put processes that are started in the block into the group; signals are delivered after the block.
 
-    Interrupted in between, Ray would not know which processes it has started.
+    An interruption would leave Ray without a record of the processes it has started.
     """
     came: list[int] = []
 
@@ -72,11 +72,11 @@ def starting(group: int | None) -> Iterator[None]:
     _joins.extend([] if group is None else [group])
     try:
         yield
-    except SystemExit:  # of Ray's own handler, which takes SIGTERM while Ray starts
+    except SystemExit:  # from Ray's SIGTERM handler, which is active while Ray starts
         came.append(signal.SIGTERM)
     finally:
         _joins.clear()
-        for number in SIGNALS if is_main else ():  # Ray's own would end the process later without any clean-up
+        for number in SIGNALS if is_main else ():  # Ray's handlers would end the process without cleanup
             signal.signal(number, before[number])
     for first in came[:1]:
         signal.raise_signal(first)

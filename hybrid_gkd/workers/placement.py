@@ -1,4 +1,4 @@
-"""The role of a worker, and where it runs."""
+"""Role of a worker, and its host, device and free memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any, Literal
 from hybrid_gkd.config import Config
 
 Role = Literal["worker", "actor worker", "rollout worker"]
-"""Trains and generates in turns; only trains; only generates."""
+"""Role of a worker: it trains and generates alternately, only trains, or only generates."""
 CGROUP = "sys/fs/cgroup"
 CGROUP_FILES = (
     (f"{CGROUP}/memory.max", f"{CGROUP}/memory.current", f"{CGROUP}/memory.stat", "inactive_file"),
     (f"{CGROUP}/memory/memory.limit_in_bytes", f"{CGROUP}/memory/memory.usage_in_bytes",
      f"{CGROUP}/memory/memory.stat", "total_inactive_file"),
 )  # fmt: skip
-"""Of both versions: the limit of a container's memory, what is in use, and the field with what of it can be dropped."""
+"""Files with a container's memory limit, usage and statistics, and the statistics field of memory that can be dropped;
+for cgroup v2 and v1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +29,24 @@ class Placement:
 
     role: Role = "worker"
     rank: int = 0
-    """In its pool."""
+    """Rank in the pool."""
     host: str
     pid: int
     visible_devices: str
-    """CUDA_VISIBLE_DEVICES as Ray set it."""
+    """CUDA_VISIBLE_DEVICES as set by Ray."""
     device: str = "cpu"
     """Name of the GPU."""
     gpu: str | None = None
-    """Host and unique id of the GPU, None on the CPU."""
+    """Host and unique id of the GPU; None on the CPU."""
     free_bytes: int = 0
     total_bytes: int = 0
-    """Memory of the GPU."""
+    """Total memory of the GPU."""
     free_host_bytes: int = 0
-    """Of the host, container limits included, as `free_host_bytes` finds it."""
+    """Free memory of the host, container limits included, see `free_host_bytes`."""
 
     @classmethod
     def here(cls, role: Role, rank: int, device_type: str) -> Placement:
-        """Of a worker in this process, on "cuda" or "cpu"."""
+        """Return the placement of a worker in this process, on "cuda" or "cpu"."""
         host, gpu = socket.gethostname(), dict[str, Any]()
         if device_type == "cuda":
             import torch
@@ -62,12 +63,12 @@ class Placement:
 
     @property
     def worker(self) -> str:
-        """Role and rank."""
+        """Return role and rank."""
         return f"{self.role} {self.rank}"
 
     @property
     def name(self) -> str:
-        """Host and device."""
+        """Return host and device."""
         return f"{self.host} cpu" if self.gpu is None else f"{self.host} GPU {self.visible_devices}"
 
     def __str__(self) -> str:
@@ -78,11 +79,11 @@ class Placement:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that the processes of this machine, or of this container if that has less, can still take."""
+    """Return the free memory of this machine, or of this container if that is less."""
     memory = _fields(root / "proc/meminfo")
     free = [memory.get("MemAvailable:", memory["MemFree:"]) * 1024]
     for limit, used, stat, cache in CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # there is the other version, or no limit ("max")
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another cgroup version, or no limit ("max")
             values = [int((root / name).read_text(encoding="utf-8")) for name in (limit, used)]
             free.append(values[0] - values[1] + _fields(root / stat)[cache])
     return max(0, min(free))
@@ -94,10 +95,10 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 def threads_per_process(config: Config) -> int:
-    """Of each worker and of each copy of a local teacher's model, which share the cores of a machine without a GPU.
+    """Return the threads of each worker and of each replica of a local teacher on a machine without a GPU.
 
-    Threads that spin for each other are slower than few: a process with as many as there are cores nearly stands still
-    while another one computes.
+    They share the cores evenly, because spinning threads of a process with as many threads as cores nearly stop while
+    another process computes.
     """
     teacher = config.actor_rollout_ref.teacher
     local_teachers = (teacher.num_replicas or 1) if config.distillation.enabled and teacher.is_local else 0

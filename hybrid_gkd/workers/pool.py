@@ -1,8 +1,8 @@
 """Workers of one role on Ray: placement, remote calls, deadlines.
 
-A call goes to every worker and is waited for, never longer than `actor_rollout_ref.nccl_timeout`, or `load_timeout`
-where it waits for a disk. The first worker that fails ends the wait at once: its peers may sit in a collective that can
-no longer complete.
+A call goes to every worker and has the timeout `actor_rollout_ref.nccl_timeout`, or `load_timeout` if it accesses a
+disk. The first failure of a worker ends the wait at once, since its peers may be blocked in a collective that can no
+longer complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import HybridGKDError, WorkerError, in_words
+from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
@@ -29,13 +29,13 @@ from hybrid_gkd.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
-"""Between looks at what a wait for the workers depends on."""
+"""Seconds between two calls of `check` during a wait for the workers."""
 CAUSE_SECONDS = 3.0
-"""Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
+"""Grace period for the peers of a failed worker to respond: one that died or hangs may be the cause."""
 SETTLE_SECONDS = 10.0
-"""For GPUs to end what they were given before a peer has failed."""
+"""Timeout for GPUs to finish the work queued before a peer failed."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
-LONG_NAMES = {
+DESCRIPTIONS = {
     "begin": "the start of their processes", "placement": "the workers' places", "address": "a worker's address",
     "initialize": "loading student and rollout engine", "publish": "the weight sync",
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
@@ -48,11 +48,11 @@ LONG_NAMES = {
     "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",
     "generate": "the generation",
 }
-"""Methods of a worker, where their name alone would not say what is waited for."""
+"""Descriptions of worker methods for wait messages, where the name is not clear."""
 
 
 Calls = dict[Any, tuple["Pool", int]]
-"""Call -> the pool and rank that it went to."""
+"""Ray reference of a call -> its pool and rank."""
 
 
 class WorkerDiedError(WorkerError):
@@ -72,25 +72,28 @@ class Pool:
         self.log_files = [log_folder / f"{role.split()[0]}_{rank}.log" for rank in range(self.size)]
         self.workers: list[Any] = []
         self.placements: list[Placement] = []
-        """By rank; memory as it was free before anything was loaded."""
-        self.left_alone: Calls = {}
-        """See `leave_alone`."""
+        """Placements by rank, with the free memory before anything was loaded."""
+        self.stuck_calls: Calls = {}
+        """Calls that may never return, see `mark_stuck_peers`."""
         self._group: Any = None
         self._step: int | None = None
-        """That the workers were told."""
+        """Last step sent to the workers."""
         self._last_progress = time.monotonic()
         """Time of the last call to a worker, or of the last result."""
 
     def place(self, device: str, bundle: dict[str, float]) -> None:
-        """Start the workers' processes, each with the resources of a bundle. Raises WorkerError if there is no room."""
+        """Start the workers' processes, each with the resources of a bundle.
+
+        Raises WorkerError without enough resources.
+        """
         section = "rollout" if self.role == "rollout worker" else "trainer"
         keys = f"{section}.n_gpus_per_node, {section}.nnodes"
         there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         sizes = [min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items()) for node in there]
-        if sum(size >= self.per_node for size in sizes) < self.nodes:  # even if nothing else ran there
+        if sum(size >= self.per_node for size in sizes) < self.nodes:  # even on an empty cluster
             raise WorkerError(
-                f"{keys}: {self.nodes} node(s) with room for {self.per_node} {self.role}(s) are needed, each of which "
-                f"takes {bundle}; the Ray cluster has {len(sizes)} node(s)"
+                f"{keys}: {self.nodes} node(s) with room for {self.per_node} {self.role}(s) are needed, {bundle} each; "
+                f"the Ray cluster has {len(sizes)} node(s)"
                 + (f", with room for {', '.join(map(str, sorted(sizes, reverse=True)))}" if sizes else "")
             )
         on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
@@ -101,8 +104,8 @@ class Pool:
             is_placed = self._group.wait(timeout_seconds=limit.seconds)
         if not is_placed:
             raise WorkerError(
-                f"{keys}: {self.size} {self.role}s need {bundle} each; the Ray "
-                f"cluster had no room for them within {limit}, {free_resources()}"
+                f"{keys}: {self.size} {self.role}s need {bundle} each; the Ray cluster could not place them within "
+                f"{limit}, {free_resources()}"
             )
         for rank in range(self.size):
             remote = ray.remote(Worker).options(
@@ -113,23 +116,23 @@ class Pool:
             self.workers.append(remote.remote(self.config, **arguments))
 
     def begin(self) -> None:
-        """Tell the workers their log files, and learn their places. Raises as `gather`."""
+        """Send the workers their log files, and collect their placements. Raises as `gather`."""
         self.call("begin", shares=[str(file) for file in self.log_files], timeout=self.load_timeout)
         self.placements = self.call("placement", timeout=self.load_timeout)
 
     def rendezvous(self, timeout: Timeout | None = None) -> tuple[str, int]:
-        """Host and a free port of the first worker."""
+        """Return host and a free port of the first worker."""
         address: tuple[str, int] = gather("address", {self.workers[0].address.remote(): (self, 0)}, timeout)[0]
         return address
 
     def all_reduce(self, timeout: Timeout) -> None:
-        """Check that the workers reach each other. Raises WorkerError that names the ones that did not answer.
+        """Run an all-reduce over the workers. Raises WorkerError naming the ones that did not respond.
 
         Args:
-            timeout: of the collective; a worker that stays silent for twice as long is taken for hung.
+            timeout: of the collective; a worker that does not respond for twice as long counts as hung.
         """
         calls, twice = self.start("all_reduce", self.rendezvous(timeout), timeout), 2 * timeout.seconds
-        # A waiting worker raises at its timeout; one that stays silent is what the others waited for.
+        # A waiting worker raises at its timeout; one that does not respond is the cause.
         with waiting(f"all_reduce of {self.size} {self.role}(s)", timeout):
             _, silent = ray.wait(list(calls), num_returns=len(calls), timeout=twice)
         if silent:
@@ -138,15 +141,16 @@ class Pool:
 
     @property
     def load_timeout(self) -> Timeout:
-        """Of a call that waits for a disk."""
+        """Return the timeout of a call that accesses a disk."""
         return Timeout(self.config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
 
     def call(self, method: str, *args: Any, timeout: Timeout | None = None, **kwargs: Any) -> list[Any]:
-        """`start` a method and wait for the results, by rank. Raises as `gather`."""
+        """Call a method on every worker and return its results by rank. Raises as `gather`."""
         return gather(method, self.start(method, *args, **kwargs), timeout)
 
     def start(self, method: str, *args: Any, shares: Sequence[Any] | None = None, **kwargs: Any) -> Calls:
-        """Call a method on every worker without waiting; with `shares`, its own one comes before the arguments."""
+        """Call a method on every worker without waiting; with `shares`, each worker gets its part as the first
+        argument."""
         self._last_progress = time.monotonic()
         if (step := current_step.get()) != self._step:
             self._step = step
@@ -160,28 +164,31 @@ class Pool:
         }
 
     def get(self, method: str, ref: Any, rank: int) -> Any:
-        """The result of a call that has ended. Raises the worker's HybridGKDError with its place, or WorkerError."""
+        """Return the result of a finished call.
+
+        Raises the worker's HybridGKDError with its placement, or WorkerError.
+        """
         self._last_progress = time.monotonic()
         try:
             return ray.get(ref, timeout=self.timeout)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, HybridGKDError):
-                cause.args = (f"{cause} ({self._where(rank)})",)
+                cause.args = (f"{cause} ({self._location(rank)})",)
                 raise cause from error
-            what = f"{self.role} {rank} failed in {method}: {in_words(cause)}"
-            raise WorkerError(f"{what} ({self._where(rank)})") from error
+            what = f"{self.role} {rank} failed in {method}: {describe_error(cause)}"
+            raise WorkerError(f"{what} ({self._location(rank)})") from error
         except GetTimeoutError as error:
             raise self.timeout_error(method, [rank]) from error
         except RayError as error:
-            # Its last line has the cause; what Ray supposes beyond that is a paragraph, and in run.log.
+            # The last line has the cause; Ray's paragraph of possible reasons is in run.log.
             reason = str(error).strip().splitlines()[-1].strip().partition(" Some common causes include")[0]
-            raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
+            raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._location(rank)})") from error
 
-    def leave_alone(self, method: str, rank: int, calls: Calls) -> None:
-        """A worker has failed: remember the calls of the peers that a collective may keep waiting for it.
+    def mark_stuck_peers(self, method: str, rank: int, calls: Calls) -> None:
+        """Record the calls of peers that may wait in a collective for a failed worker.
 
-        Which peers these are depends on the method; the calls of all others end by themselves, some after minutes.
+        The method determines these peers; all other calls end by themselves, some after minutes.
         """
         config, everyone = self.config, self.size
         sizes = {
@@ -191,21 +198,21 @@ class Pool:
         }
         size = sizes.get(method, config.shard_size)
         peers = set(range(rank // size * size, (rank // size + 1) * size)) - {rank}
-        self.left_alone = {ref: (pool, at) for ref, (pool, at) in calls.items() if pool is self and at in peers}
+        self.stuck_calls = {ref: (pool, at) for ref, (pool, at) in calls.items() if pool is self and at in peers}
 
-    def answers(self) -> bool:
-        """Whether all workers are alive and have ended their calls, and their GPUs, so that a new call is of use.
+    def is_responsive(self) -> bool:
+        """Return whether all workers are alive and have finished their calls, so that a new call is useful.
 
-        Waits until a worker without progress would be taken for hung. A warning says where one has died, or where some
-        wait in a collective for one that has failed, for which a few seconds have to do.
+        Waits until a worker without progress counts as hung. Logs a warning if a worker died, or if some are stuck in a
+        collective with a failed one; the latter are given only a few seconds.
         """
-        # They may also have been idle for long.
+        # The workers may also have been idle.
         remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
         limit = Timeout(remaining, NCCL_KEY)
-        if self.left_alone:
-            _, stuck = ray.wait(list(self.left_alone), num_returns=len(self.left_alone), timeout=CAUSE_SECONDS)
+        if self.stuck_calls:
+            _, stuck = ray.wait(list(self.stuck_calls), num_returns=len(self.stuck_calls), timeout=CAUSE_SECONDS)
             if stuck:
-                names = name_workers({ref: self.left_alone[ref] for ref in stuck})
+                names = name_workers({ref: self.stuck_calls[ref] for ref in stuck})
                 logger.warning("the student cannot be saved: in a collective with a worker that has failed: %s", names)
                 return False
             limit = Timeout(SETTLE_SECONDS)
@@ -225,7 +232,7 @@ class Pool:
             self._group = None
 
     def timeout_error(self, method: str, ranks: list[int], timeout: Timeout | None = None) -> WorkerError:
-        """An error which says that these workers did not answer in time, with their places."""
+        """Return an error naming the workers that did not respond in time, with their placements."""
         where = "; ".join(map(self.name_of, ranks))
         return WorkerError(
             f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
@@ -233,10 +240,10 @@ class Pool:
         )
 
     def name_of(self, rank: int) -> str:
-        return f"{self.role} {rank} ({self._where(rank)})"
+        return f"{self.role} {rank} ({self._location(rank)})"
 
-    def _where(self, rank: int) -> str:
-        """GPU and log file of a worker."""
+    def _location(self, rank: int) -> str:
+        """Return GPU and log file of a worker."""
         place = f"{self.placements[rank].name}, " if self.placements else ""
         return f"{place}log: {self.log_files[rank]}"
 
@@ -246,7 +253,7 @@ def free_resources() -> str:
 
 
 def name_workers(calls: Calls) -> str:
-    """The first workers of these calls, and how many there are: "worker 0, 1, 2, 3 (of 8)"."""
+    """Describe the first workers of these calls and their number: "worker 0, 1, 2, 3 ... (8 in all)"."""
     ranks: dict[str, list[int]] = {}
     for pool, rank in calls.values():
         ranks.setdefault(pool.role, []).append(rank)
@@ -258,23 +265,24 @@ def gather(
     method: str, calls: Calls, timeout: Timeout | None = None, on_answer: Callable[[Any], None] = lambda ref: None,
     grace_period: float = 0.0, check: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Results of calls in their order, to one or several pools; a failure is raised without waiting for the others.
+    """Return the results of calls to one or several pools in their order; a failure is raised without waiting for the
+    others.
 
     Args:
-        method: its name, for messages.
-        timeout: for all of them together; None is the pools' own.
-        on_answer: called with each call that has ended well.
-        grace_period: seconds more, for workers that keep the same timeout to say so themselves.
-        check: called every CHECK_SECONDS; what it raises ends the wait.
+        method: name, for messages.
+        timeout: for all calls together; None takes the pools' own.
+        on_answer: called with each successful call.
+        grace_period: additional seconds, for workers that raise at the same timeout.
+        check: called every CHECK_SECONDS; its errors end the wait.
 
     Raises:
-        WorkerError: a worker died, failed or did not answer in time.
+        WorkerError: a worker died, failed or did not respond in time.
         HybridGKDError: raised by a worker.
     """
     left, results = dict(calls), dict[Any, Any]()
     limit = timeout or Timeout(next(iter(calls.values()))[0].timeout, NCCL_KEY)
     deadline = time.monotonic() + limit.seconds + grace_period
-    with waiting(LONG_NAMES.get(method, method), limit, lambda: f"no answer yet from {name_workers(dict(left))}"):
+    with waiting(DESCRIPTIONS.get(method, method), limit, lambda: f"no answer yet from {name_workers(dict(left))}"):
         while left:
             pause = max(0.0, min(CHECK_SECONDS, deadline - time.monotonic()))
             ready, _ = ray.wait(list(left), num_returns=1, timeout=pause)
@@ -291,7 +299,7 @@ def gather(
             try:
                 results[ready[0]] = pool.get(method, ready[0], rank)
             except HybridGKDError as error:
-                pool.leave_alone(method, rank, calls)
+                pool.mark_stuck_peers(method, rank, calls)
                 if isinstance(error, WorkerError):
                     raise _cause(method, error, left) from error
                 raise
@@ -300,7 +308,7 @@ def gather(
 
 
 def _cause(method: str, error: WorkerError, waiting: Calls) -> WorkerError:
-    """The first failure seen, or the death of a peer that explains it: a collective fails on the survivors."""
+    """Return the first failure, or the death of a peer that explains it, since a collective fails on the survivors."""
     if isinstance(error, WorkerDiedError):
         return error
     died, silent = find_dead(method, waiting)
@@ -311,7 +319,7 @@ def _cause(method: str, error: WorkerError, waiting: Calls) -> WorkerError:
 
 
 def find_dead(method: str, calls: Calls) -> tuple[WorkerDiedError | None, list[Any]]:
-    """Wait CAUSE_SECONDS for calls: the error of one whose worker has died, and the calls that have not ended."""
+    """Wait CAUSE_SECONDS for calls; return the error of a dead worker, if any, and the unfinished calls."""
     if not calls:
         return None, []
     ready, silent = ray.wait(list(calls), num_returns=len(calls), timeout=CAUSE_SECONDS)

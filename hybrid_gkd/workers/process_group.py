@@ -1,6 +1,6 @@
-"""The process group of a pool of workers: how they find each other, and whether they do.
+"""torch.distributed process group of a pool of workers: rendezvous and a connectivity check.
 
-torch is imported when a worker joins, after the environment that it reads has been set.
+torch is imported when a worker joins, after its environment variables have been set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.workers.placement import Role, threads_per_process
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-"""What gloo, NCCL and vLLM listen on where all workers are on one machine, unless the user has set it."""
+"""Interfaces of gloo, NCCL and vLLM if all workers are on one machine, unless set by the user."""
 
 
 class GroupMember:
@@ -27,12 +27,12 @@ class GroupMember:
         self.device_type = device_type
 
     def address(self) -> tuple[str, int]:
-        """Host and a free port of this process, for a rendezvous: of the interface that the others reach."""
+        """Return host and a free port of this process for a rendezvous, on the interface that the others reach."""
         host = "127.0.0.1"
         if not self._on_one_host():
             import ray
 
-            host = ray.util.get_node_ip_address()  # by which Ray's other nodes reach this one
+            host = ray.util.get_node_ip_address()  # reachable from Ray's other nodes
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -41,12 +41,12 @@ class GroupMember:
         return self.config.ray_init.address is None or (self.config.trainer.nnodes == 1 and self.role == "worker")
 
     def join(self, address: tuple[str, int], timeout: Timeout) -> None:
-        """Meet the others at `address`. Raises WorkerError if they do not come within `timeout`."""
-        # What torch, gloo, NCCL and vLLM read when they are imported.
+        """Join the process group at `address`. Raises WorkerError if the others do not within `timeout`."""
+        # Read by torch, gloo, NCCL and vLLM at their import.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.size), LOCAL_RANK="0")
         if self.device_type == "cpu":
             os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
-        if self._on_one_host():  # nobody else has to reach them, and the host's own name may not resolve on a laptop
+        if self._on_one_host():  # no remote access is needed, and the host's own name may not resolve on a laptop
             for name, value in LOOPBACK.items():
                 os.environ.setdefault(name, value)
         os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
@@ -62,11 +62,11 @@ class GroupMember:
             store = open_store(address, rank=self.rank, size=self.size, timeout=timeout.seconds)
         except (RuntimeError, OSError) as error:
             raise WorkerError(
-                f"{self.role} {self.rank}: the {self.size} {self.role}s did not meet at {address[0]}:{address[1]} "
-                f"within {timeout}: {str(error).splitlines()[0]}"
+                f"{self.role} {self.rank}: the {self.size} {self.role}s did not all connect to "
+                f"{address[0]}:{address[1]} within {timeout}: {str(error).splitlines()[0]}"
             ) from error
-        # Collectives are given longer than the caller waits for them and than a weight sync between pools may take:
-        # a worker that waits for a late rank must still be there when the student is saved.
+        # Collectives have a longer timeout than their callers and than a weight sync between pools: a worker that
+        # waits for a late rank must still be alive when the student is saved.
         longest = max(timeout.seconds, self.config.actor_rollout_ref.nccl_timeout) + ABORT_SECONDS
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
@@ -74,10 +74,10 @@ class GroupMember:
         )
 
     def all_reduce(self, address: tuple[str, int], timeout: Timeout) -> None:
-        """One number summed over all workers, on their devices; joins the group first where that was not done.
+        """Sum one number over all workers on their devices, after joining the group if necessary.
 
         Raises:
-            WorkerError: not within `timeout`, or with a wrong sum.
+            WorkerError: timeout, or a wrong sum.
         """
         import torch
         import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""torch's profiler around the steps of `trainer.profile_steps`, in the process of one worker.
+"""Run torch's profiler in the steps of `trainer.profile_steps`, in one worker's process.
 
-Nothing is imported or measured in other steps.
+Other steps import and measure nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from hybrid_gkd.runtime.files import free_path
 
 
 class StepProfiler:
-    """Profiles what a worker does for some steps, and writes it for Perfetto: `profile_step_5_worker_0.json.gz`.
+    """Profiles a worker in given steps, and writes files for Perfetto: `profile_step_5_worker_0.json.gz`.
 
-    Work for one step that work for another one interrupts (`trainer.scheduler=one_step_off`) makes a file for each
-    part, `.1.json.gz` from the second on.
+    If work for a step is interrupted by work for another one (`trainer.scheduler=one_step_off`), each part has its own
+    file, `.1.json.gz` from the second one on.
     """
 
     def __init__(self, steps: list[int], folder: Path, worker: str):
@@ -25,7 +25,7 @@ class StepProfiler:
         self._outcomes: list[str] = []
 
     def begin(self, step: int | None) -> None:
-        """What follows is work for this step."""
+        """Attribute the following work to a step."""
         self.end()
         self._step = step
         if step in self._steps:
@@ -38,7 +38,7 @@ class StepProfiler:
                 self._fail(error)
 
     def end(self) -> None:
-        """Write what was profiled."""
+        """Write the profile."""
         if self._profile is None:
             return
         stem, suffix = self._folder / f"profile_step_{self._step}_{self._worker}", ".json.gz"
@@ -53,12 +53,12 @@ class StepProfiler:
         self._profile = None
 
     def _fail(self, error: Exception) -> None:
-        """A profiler or disk that fails costs the profile and not the run."""
+        """Drop the profile after a failure of profiler or disk, and continue the run."""
         self._profile = None
         self._outcomes.append(f"no profile of {self._worker}: {type(error).__name__}: {error}")
 
     def take_outcomes(self) -> list[str]:
-        """End, and return the files since the last call, or why one could not be written."""
+        """End the profile; return the files since the last call, or the reasons of failures."""
         self.end()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes

@@ -1,4 +1,4 @@
-"""Updates of a model on a device that it shares: room for them, and a second attempt where memory runs out."""
+"""Update a model on a shared device: enter its phases, and retry with smaller micro-batches if memory runs out."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """Of the residency, while a model is trained."""
+    """Phases of the residency in which a model is trained."""
 
     update: str
-    """Of forward and backward passes."""
+    """Phase of forward and backward passes."""
     step: str
-    """Of the optimizer step."""
+    """Phase of the optimizer step."""
     afterwards: str
-    """The one that follows an update, for which copies begin behind its end."""
+    """Phase after an update, whose copies begin in advance."""
 
 
 ACTOR_PHASES = Phases("update", "optimizer_step", "rollout")
 CRITIC_PHASES = Phases("critic_update", "critic_optimizer_step", "update")
 REFERENCE_PHASES = Phases("reference", "reference", "update")
 REWARD_PHASES = Phases("reward_model", "reward_model", "update")
-"""Of models that take no steps."""
+"""Phases of models without optimizer steps."""
 
 
 class Updater:
     """Runs a model's forward and backward passes and optimizer steps.
 
-    A worker that is `alone` in its pool and runs out of device memory tries once more, with micro-batches of half the
-    size. One of several cannot: the others are in collectives that it has left. `worker` is for messages. A model is a
-    `TrainedModel`, or one of which only `forward` is asked.
+    If memory runs out and the worker is `alone` in its pool, the mini-batch is repeated with micro-batches of half the
+    size; in a larger pool that is impossible, since the other workers wait in collectives. `worker`: name for messages.
+    `model`: a `TrainedModel`, or a model of which only `forward` is used.
     """
 
     def __init__(
@@ -54,32 +54,32 @@ class Updater:
         self.model, self.residency, self.meter = model, residency, meter
         self.worker, self.alone, self.phases = worker, alone, phases
         self._peak_activation_bytes = 0
-        """Of all mini-batches so far: the peak beyond parameters and optimizer state, gradients included."""
+        """Peak of all mini-batches so far beyond parameters and optimizer state, gradients included."""
         self._largest_micro_batch = 0
-        """Tokens of the largest micro-batch behind that peak."""
+        """Tokens of the largest micro-batch of that peak."""
         self._accumulated: tuple[tuple[Sample, ...], ...] = ()
-        """Micro-batches behind the present gradients, kept until the optimizer step."""
+        """Micro-batches in the present gradients, kept until the optimizer step."""
         self._failed = False
-        """Whether a part has: the next ones, which may have been on their way, must not become a step without it."""
+        """True after a part has failed; later parts, which may already be queued, must not become a step without it."""
         self._copy_seconds = 0.0
 
     def accumulate(self, part: MiniBatch) -> None:
-        """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
+        """Run forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
         with self._next_part():
             self._attempt(self.model.accumulate, part, again=self.alone)
 
     def update(self, batches: list[MiniBatch], *, last: bool = True) -> list[dict[str, float]]:
-        """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
+        """Take one optimizer step per mini-batch; return the metrics of each, equal on all ranks.
 
         `last`: no further mini-batch of this rollout follows, and memory owners make room for the next phase.
 
-        Copies begin early: those of the optimizer state block by block within the last backward pass, as far as the
-        peak activation memory so far leaves room for them, and those of memory owners that the rollout does not need at
-        the end.
+        Copies begin early: the optimizer state is copied block by block during the last backward pass, as far as the
+        peak activation memory allows; memory owners that the rollout does not need are copied at the end.
 
         Raises:
-            DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not,
-                and some may have.
+            DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not
+                fit, and
+                some weights may have changed.
             WorkerError: an accumulated part has failed.
         """
         metrics = []
@@ -87,8 +87,8 @@ class Updater:
             with self._next_part():
                 metrics.append(self._attempt(self._update, batch, again=self.alone))
             self._accumulated = ()
-        if last and self.residency.takes_turns:
-            self.meter.trim()  # now, while no copy is in flight that it would wait for
+        if last and self.residency.has_movable_owners:
+            self.meter.trim()  # now, since it would wait for copies in flight
         if last:
             self.residency.prepare(self.phases.afterwards)
         return metrics
@@ -96,13 +96,13 @@ class Updater:
     @contextlib.contextmanager
     def _next_part(self) -> Iterator[None]:
         if self._failed:
-            raise WorkerError(f"{self.worker}: a part of the update before this one has failed")
+            raise WorkerError(f"{self.worker}: an earlier part of the update has failed")
         self._failed = True
         yield
         self._failed = False
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """`compute` something with forward passes alone. Raises DeviceMemoryError if a micro-batch does not fit."""
+        """Call `compute`, which only runs forward passes. Raises DeviceMemoryError if a micro-batch does not fit."""
         self.residency.enter(self.phases.update)
         try:
             return compute()
@@ -110,7 +110,7 @@ class Updater:
             raise self._out_of_memory(str(error).splitlines()[0]) from error
 
     def _attempt(self, compute: Callable[[MiniBatch], T], part: MiniBatch, *, again: bool) -> T:
-        """`compute` a part; if memory runs out, and `again`, all there is of the mini-batch in halves."""
+        """Call `compute` with a part; if memory runs out, and `again`, repeat the mini-batch so far in halves."""
         whole = dataclasses.replace(part, micro_batches=(*self._accumulated, *part.micro_batches))
         try:
             self._enter(self.phases.update)
@@ -121,10 +121,10 @@ class Updater:
             return result
         except torch.OutOfMemoryError as error:
             halves, reason = split_micro_batches(whole), str(error).splitlines()[0]
-        # Only here, when its exception is gone, are the activations of the failed attempt free.
+        # The activations of the failed attempt are freed here, after its exception is gone.
         if not again or halves is None:
             raise self._out_of_memory(reason)
-        logger.warning("once more with micro-batches of half the size: %s", reason)
+        logger.warning("retrying with micro-batches of half the size: %s", reason)
         self._accumulated = ()
         self._enter(self.phases.update)
         self.meter.trim()
@@ -137,7 +137,7 @@ class Updater:
 
         @contextlib.contextmanager
         def around_last() -> Iterator[None]:
-            """Bring the optimizer state in pieces: copies that a pass needs wait for all that were sent before."""
+            """Copy the optimizer state in pieces, since copies that a pass needs wait for all queued before."""
             if not self._largest_micro_batch or not self.residency.missing(self.phases.step):
                 yield
                 return
@@ -147,7 +147,7 @@ class Updater:
                 nonlocal arriving, reserve
                 taken = self.meter.taken() - arriving
                 self._peak_activation_bytes = max(self._peak_activation_bytes, taken)
-                if reserve < 0:  # a micro-batch that is larger than any before may need more by the same factor
+                if reserve < 0:  # a larger micro-batch than before may need more by the same factor
                     growth = max(1.0, tokens / self._largest_micro_batch)
                     reserve = round(self._peak_activation_bytes * growth) - (self.meter.present() - before)
                 most = -(-self.residency.missing(self.phases.step) // left)
@@ -169,7 +169,7 @@ class Updater:
         self._copy_seconds += time.perf_counter() - started
 
     def take_seconds(self) -> dict[str, float]:
-        """Since the last call: those of the model's `timer`, and "copies" that updates waited for."""
+        """Return seconds since the last call: those of the model's `timer`, and "copies" that updates waited for."""
         copies, self._copy_seconds = self._copy_seconds, 0.0
         return {**self.model.timer.take(), "copies": copies}
 
@@ -178,15 +178,15 @@ class Updater:
         owners = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == here}
         sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(owners.items()))
         return DeviceMemoryError(
-            f"phase {here}: {self.worker} ran out of device memory beside {sizes}; the last checkpoint is "
-            f"intact. Lower {section}.{self.model.token_limit}, switch on "
-            "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or give vLLM or a teacher on this "
-            f"GPU a smaller gpu_memory_utilization. {reason}"
+            f"phase {here}: {self.worker} ran out of device memory, of which {sizes} are in use; the last checkpoint "
+            f"is intact. Lower {section}.{self.model.token_limit}, enable "
+            "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or lower the gpu_memory_utilization "
+            f"of vLLM or a teacher on this GPU. {reason}"
         )
 
 
 def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:
-    """The same mini-batch in micro-batches of half as many samples; None if there is nothing left to split."""
+    """Return the same mini-batch in micro-batches of half as many samples; None if none can be split."""
     if all(len(micro_batch) < 2 for micro_batch in batch.micro_batches):
         return None
     halves: list[tuple[Sample, ...]] = []

@@ -1,7 +1,7 @@
-"""One worker of a pool: an actor and a rollout engine that share a device and take turns, or one of the two.
+"""One worker of a pool: an actor and a rollout engine that alternate on one device, or one of the two.
 
-The class is plain; `workers/pool.py` makes a Ray actor of it. Heavy imports happen in its methods, in the worker's own
-process, after the environment that torch and vLLM read has been set.
+`workers/pool.py` makes a Ray actor of the class. Heavy imports happen in its methods, in the worker's process, after
+the environment variables of torch and vLLM have been set.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import HybridGKDError, WorkerError, in_words
-from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineRoom
+from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
+from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineMemory
 from hybrid_gkd.rollout.engine import generate_samples
 from hybrid_gkd.runtime.files import FileSum
-from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.types import (
@@ -57,9 +57,9 @@ C = TypeVar("C")
 
 
 def failures_logged(cls: type[C]) -> type[C]:
-    """Have public methods write an exception with its traceback into this process's log: its message names that.
+    """Log exceptions of public methods with their traceback to this process's log, which the messages name.
 
-    One of a library becomes a WorkerError here, as its class and fields need not survive the way to the driver.
+    Exceptions of libraries become WorkerErrors here, since their classes may not survive pickling to the driver.
     """
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ def failures_logged(cls: type[C]) -> type[C]:
             logger.exception("%s failed", name)
             if isinstance(error, HybridGKDError):
                 raise
-            raise WorkerError(f"{worker.role} {worker.rank} failed in {name}: {in_words(error)}") from error
+            raise WorkerError(f"{worker.role} {worker.rank} failed in {name}: {describe_error(error)}") from error
 
     def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -95,8 +95,8 @@ def failures_logged(cls: type[C]) -> type[C]:
 class Worker(GroupMember):
     """One process of a pool.
 
-    Relative paths of the configuration begin at `folder`, the driver's, where this machine has it.
-    Methods that concern the engine or the actor are for workers whose role has it.
+    Relative paths of the configuration begin at `folder`, the driver's working directory, if it exists on this machine.
+    Methods for the engine or the actor may be called only if the role has it.
     """
 
     def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, folder: str):
@@ -104,15 +104,15 @@ class Worker(GroupMember):
         self.folder = folder
         self.step: int | None = None
         self._published: int | None = None
-        """Version of the weights that the engine had last."""
+        """Version of the engine's last weights."""
         self.updaters: dict[str, Updater] = {}
-        """Of the models that are trained, by the spans of their updates."""
+        """Updaters of trained models by span name."""
 
     def begin(self, log_file: str) -> None:
-        """The run begins. `log_file` takes all that is printed, a file beside it the spans."""
+        """Begin the run: redirect output to `log_file` and write spans to a file beside it."""
         redirect_output(Path(log_file))
         try:
-            os.chdir(self.folder)  # a given cluster's workers are where it was started
+            os.chdir(self.folder)  # workers of a given cluster start in its folder
         except OSError as error:
             logger.warning("relative paths of the configuration begin at %s: %s", os.getcwd(), error)
         name, spans = f"{self.role} {self.rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))
@@ -123,36 +123,40 @@ class Worker(GroupMember):
         return Placement.here(self.role, self.rank, self.device_type)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its queued work."""
         if self.device_type == "cuda":
             import torch
 
             torch.cuda.synchronize()
 
     def begin_step(self, step: int | None) -> None:
-        """The calls that follow are for this training step."""
+        """Attribute the following calls to a training step."""
         self.step = step
         self.profiler.begin(step)
 
     def write_profiles(self) -> list[str]:
-        """See `StepProfiler.take_outcomes`."""
+        """End the profile; return its files, see `StepProfiler.take_outcomes`."""
         return self.profiler.take_outcomes()
 
     @spanned("initialize")
     def initialize(
         self, address: tuple[str, int], *, num_updates: Mapping[str, int], stop_token_ids: list[int],
-        num_ids: int | None, saves_behind: bool, engine_room: EngineRoom | None,
+        num_ids: int | None, saves_in_background: bool, engine_memory: EngineMemory | None,
     ) -> dict[str, str]:
-        """Join the process group, reach the others through it, build the engine and the models; describe them.
+        """Join the process group, build the engine and the models; return descriptions of them.
 
-        `num_updates`: optimizer steps of the whole run, of each model that is trained. `num_ids`: ids that are tokens,
-        see `LogprobModel`. `saves_behind`: whether `take_snapshot` will be called. `engine_room`: see `make_engine`.
+        Args:
+            address: of the rendezvous.
+            num_updates: optimizer steps of the whole run by trained model.
+            num_ids: number of ids that are tokens, see `LogprobModel`.
+            saves_in_background: whether `take_snapshot` will be called.
+            engine_memory: see `make_engine`.
 
         Raises:
-            WorkerError: the others were not reached.
+            WorkerError: the other workers could not be reached.
         """
         arr = self.config.actor_rollout_ref
-        with quick_imports():
+        with gc_paused():
             self.join(address, Timeout(arr.load_timeout, "actor_rollout_ref.load_timeout"))
             import torch
 
@@ -167,7 +171,7 @@ class Worker(GroupMember):
         engine = None
         if self.role != "actor worker":
             arguments: dict[str, Any] = {
-                "stop_token_ids": stop_token_ids, "num_ids": num_ids, "room": engine_room,
+                "stop_token_ids": stop_token_ids, "num_ids": num_ids, "room": engine_memory,
             }  # fmt: skip
             engine = self.engine = self.shared.build_engine(
                 lambda: make_engine(self.config, device=self.device, **arguments)
@@ -179,13 +183,13 @@ class Worker(GroupMember):
             description["hidden_size"] = str(self.actor.hidden_size)
         self.residency = self.shared.manage(engine)
         if self.role != "rollout worker":
-            self._build_updaters(saves_behind)
+            self._build_updaters(saves_in_background)
             self.updater.forward(lambda: self.actor.check_packing(self.config.max_sequence_length))
-        keep_loaded()
+        freeze_gc()
         return description
 
     def _build_models(self, num_updates: Mapping[str, int], num_ids: int | None) -> None:
-        """The actor as the last, since it is the first that has a turn; the others leave the device where they may."""
+        """Build all models, the actor last, since it is used first; the others are moved off the device if possible."""
         from hybrid_gkd.student.actor import Actor
 
         if self.config.uses_critic:
@@ -206,8 +210,8 @@ class Worker(GroupMember):
         self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"], num_ids=num_ids)
         self.shared.add_model("actor", self.actor)
 
-    def _build_updaters(self, saves_behind: bool) -> None:
-        from hybrid_gkd.workers.saving import Saver
+    def _build_updaters(self, saves_in_background: bool) -> None:
+        from hybrid_gkd.workers.saver import Saver
         from hybrid_gkd.workers.updater import ACTOR_PHASES, CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
 
         def updater(model: Any, phases: Phases) -> Updater:
@@ -225,13 +229,13 @@ class Worker(GroupMember):
             self.reward_updater = updater(self.reward_model, REWARD_PHASES)
         trained["actor"] = self.actor
         on_gpu = self.device_type == "cuda"
-        self.saver = Saver(self.config, trained, self.residency, on_gpu=on_gpu, behind=saves_behind)
+        self.saver = Saver(self.config, trained, self.residency, on_gpu=on_gpu, behind=saves_in_background)
 
     def weight_layout(self) -> Layout:
         return self.actor.layout()
 
     def join_weight_sync(self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str) -> None:
-        """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""
+        """Join the process group for weight transfers between pools. Raises WorkerError."""
         import torch
 
         from hybrid_gkd.rollout.weight_sync import WeightSync
@@ -243,12 +247,11 @@ class Worker(GroupMember):
         )
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
-        """Yield lists of samples as they finish, with the weights of the last publish; empty ones show progress.
+        """Yield lists of samples as they finish, with the last published weights; empty lists show progress.
 
-        An engine that has made room for the student since gets its weights again first.
-
-        With tensor parallelism all ranks of a replica run the same requests and the first one yields them. What the
-        next phase needs comes onto the device meanwhile, where engine and teacher keep room to work, else at the end.
+        An engine that has released its weights since then gets them again first. With tensor parallelism all ranks of a
+        replica run the same requests and the first one yields the samples. Memory for the next phase is copied to the
+        device in the background as far as engine and teacher keep their workspace, else at the end.
         """
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
@@ -314,18 +317,18 @@ class Worker(GroupMember):
         Returns seconds: `publish`, `offload` (all moves of the residency since the last publish), and each move.
 
         Raises:
-            WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
+            WorkerError: with `rollout.verify_weights`, the engine's weights differ from the actor's.
         """
         self._published = weight_version
         seconds = self._fill_engine(weight_version)
         moves = self.residency.take_seconds()
-        if self.residency.takes_turns:
+        if self.residency.has_movable_owners:
             moves["trim"] = self.shared.trim_after_publish()
         return {"publish": seconds, "offload": sum(moves.values())} | moves
 
     def _fill_engine(self, weight_version: int) -> float:
-        """Make the engine ready to generate with the actor's weights; seconds of `_load_engine`."""
-        # vLLM frees its weights only together with its cache. Memory owners that leave have until the end to do so.
+        """Make the engine ready to generate with the actor's weights; return the seconds of `_load_engine`."""
+        # vLLM frees its weights only together with its cache. Other memory owners are released by the end.
         self.residency.enter("update", finish=False)
         self.residency.enter("publish", finish=False)
         seconds = self._load_engine(lambda: self.actor.full_tensors(self.engine.dtype), weight_version)
@@ -334,9 +337,9 @@ class Worker(GroupMember):
 
     @spanned("sync_rollout_weights")
     def send_weights(self, dtype: str) -> dict[str, float]:
-        """Send the actor's weights to the rollout engine's pool: gathered on all ranks, sent by the first.
+        """Send the actor's weights to the rollout pool: gathered on all ranks, sent by the first.
 
-        Returns seconds as `publish` does. Raises WorkerError if they were not taken within the timeout.
+        Returns seconds as `publish` does. Raises WorkerError if they were not received within the timeout.
         """
         import torch
 
@@ -348,20 +351,21 @@ class Worker(GroupMember):
                 for _ in range(rounds):
                     self.weight_sync.send(weights)
         finally:
-            for _ in weights:  # all ranks gather all of it, also when it cannot be sent: the student has to be saved
+            for _ in weights:  # all ranks must gather all, also if sending fails: the student is saved then
                 pass
         return {"offload": sum(self.residency.take_seconds().values())}
 
     @spanned("sync_rollout_weights")
     def receive_weights(self, weight_version: int) -> dict[str, float]:
-        """Take the weights that the actor's pool sends into the engine.
+        """Load weights that the training pool sends into the engine.
 
-        Returns seconds as `publish` does. Raises WorkerError as it does, or if the weights did not come in time.
+        Returns seconds as `publish` does. Raises WorkerError as it does, or if the weights did not arrive in time.
         """
         return {"publish": self._load_engine(self.weight_sync.receive, weight_version)}
 
     def _load_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], weight_version: int) -> float:
-        """Take full tensors into the engine, once more for a comparison if asked for; seconds without that."""
+        """Load full tensors into the engine, and verify them if configured; return the seconds without the
+        verification."""
         started = time.perf_counter()
         self.engine.load_weights(weights(), weight_version)
         seconds = time.perf_counter() - started
@@ -370,15 +374,15 @@ class Worker(GroupMember):
         return seconds
 
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write this rank's part of a checkpoint into `folder`; checksums of its files by their path in it."""
+        """Write this rank's part of a checkpoint into `folder`; return checksums of its files by path."""
         return self.saver.save(Path(folder), tokenizer_path)
 
     def take_snapshot(self, *, tokenizer_path: str) -> None:
-        """The same in two parts: copy to the host what is to be written, as it is now; then `write_snapshot`."""
+        """Copy the present state to the host, for `write_snapshot`."""
         self.saver.take_snapshot(tokenizer_path)
 
     def write_snapshot(self, folder: str) -> None:
-        """Begin to write it, behind the calls that follow; `finish_snapshot` waits for the end."""
+        """Start writing the snapshot in the background; `finish_snapshot` waits for the end."""
         self.saver.write_snapshot(Path(folder))
 
     def snapshot_written(self) -> bool:
@@ -392,14 +396,14 @@ class Worker(GroupMember):
         self.saver.load(Path(folder))
 
     def device_metrics(self) -> dict[str, float]:
-        """Memory, and seconds of updates since the last call, by metric name."""
+        """Return memory, and seconds of updates since the last call, by metric name."""
         found = self.shared.metrics(self.residency)
         for name, updater in self.updaters.items():
             found |= {f"timing/{name}/{part}": seconds for part, seconds in updater.take_seconds().items()}
         return found
 
     def _memory_in_use(self) -> dict[str, float]:
-        """Of this process on the host, and of the whole GPU, by the names of their curves."""
+        """Return memory of this process on the host, and of the whole GPU, by curve name."""
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         found = {"host memory, GiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**30}
         if self.device_type == "cuda":
@@ -411,7 +415,7 @@ class Worker(GroupMember):
 
 
 def redirect_output(log_file: Path) -> None:
-    """Send this process's output, including that of libraries in C++, to a file."""
+    """Redirect this process's output, including that of C++ libraries, to a file."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

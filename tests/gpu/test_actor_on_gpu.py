@@ -51,7 +51,7 @@ def test_nothing_waits_for_the_device_before_the_last_micro_batch_is_under_way(t
 
 
 def test_a_part_that_runs_out_of_memory_leaves_no_gradient_of_itself_or_the_parts_before_it(tmp_path):
-    """Of bf16 gradients FSDP2 keeps the sum in float32 until it is reduced, out of reach of zero_grad()."""
+    """FSDP2 keeps the float32 sum of bf16 gradients until it is reduced, out of reach of zero_grad()."""
     arguments = [
         "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
         "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",

@@ -49,7 +49,7 @@ def test_gradients_are_no_further_from_float64(model_type, dtype, monkeypatch):
 
 
 def test_less_is_kept_for_the_backward_pass(monkeypatch):
-    """Of a block: the gate behind its activation function is not."""
+    """The gate after its activation function is not kept."""
     num_tokens, kept = 2048, []
     ids = torch.randint(0, 300, (1, num_tokens), device="cuda")
     for liger in (False, True):

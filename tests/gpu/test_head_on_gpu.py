@@ -46,7 +46,7 @@ def reference(hidden, weight, ids, teacher, temperature):
 
 
 def full_logits(hidden, weight, ids, teacher, temperature):
-    """What plain autograd makes of logits in the inputs' dtype."""
+    """Return the results of plain autograd on logits in the inputs' dtype."""
     logprobs = ((hidden @ weight.T).float() / temperature).log_softmax(1).gather(1, ids)
     loss = forward_kl(teacher, logprobs, tail="bucket").sum()
     return loss, *torch.autograd.grad(loss, (hidden, weight))

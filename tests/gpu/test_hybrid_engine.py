@@ -43,9 +43,9 @@ ROUTED_LOGPROB_DIFFERENCE = 0.05
 from float32, 0.025. Weights in the wrong places were 2 away."""
 
 
-def engine_room(config):
+def engine_memory(config):
     """By which the rollout engine finds its share of a GPU."""
-    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_room
+    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_memory
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
     requests = random_requests(range(100, 132))
     losses, drawn = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         print(group.description)
         for step in range(4):
@@ -169,7 +169,7 @@ def sleep_while_memory_is_taken(folder):
         str(folder), enable_sleep_mode=True, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512,
         kv_cache_memory_bytes=2**28, gpu_memory_utilization=0.1,
     )  # fmt: skip
-    llm.collective_rpc(vllm_compat.let_neighbours_grow)
+    llm.collective_rpc(vllm_compat.tolerate_memory_growth)
     free = [(2**36, 2**37), (2**36 - 2**30, 2**37)]  # before and after, of 2**37
     with mock.patch("torch.accelerator.get_memory_info", side_effect=free):
         llm.sleep(level=2)
@@ -204,7 +204,7 @@ def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
     requests = random_requests(range(50, 66))
     sampling = SamplingParams(max_tokens=64, temperature=0.0)
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         group.publish(0)
         start = draw(group, requests, sampling)
@@ -244,7 +244,7 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
     requests = random_requests(range(20, 36))
     drawn, differences = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         for version in range(3):
             group.publish(version)
@@ -258,7 +258,7 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
 
 
 def locked_blocks(group):
-    """Of each block of host memory for checkpoints, whether it is locked: one, if it was as large as it had to be."""
+    """Return for each block of host memory for checkpoints whether it is locked: one block if its size sufficed."""
 
     def look(worker):
         copies = getattr(worker.saver, "_copies", None)
@@ -286,14 +286,14 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(
             WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256],
-                        engine_room=engine_room(config), copy_bytes=0.0 if behind else None)
+                        engine_memory=engine_memory(config), copy_bytes=0.0 if behind else None)
         ) as group:
             if resumes:
                 group.load_checkpoint(folder)
             for step in range(0 if resumes else 2):
                 group.publish(step)
                 group.update(distil(fixed, step))
-            assert group.saves_behind is behind
+            assert group.saves_in_background is behind
             if not resumes and behind:
                 group.take_snapshot(tokenizer_path=str(model))
                 folder.mkdir()
@@ -385,7 +385,7 @@ def test_a_hundred_verified_publishes_and_no_growth(model, tmp_path):
     config = config_for(model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
     requests = random_requests([60] * 16)
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=50, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=50, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         for step in range(1, 51):
             group.publish(2 * step)
@@ -413,7 +413,7 @@ def train_on_given_samples(model, folder, workers, tensor_parallel):
     )
     curve = []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         for step in range(3):
             print(workers, tensor_parallel, "publish", group.publish(step))
@@ -479,7 +479,7 @@ def test_a_reward_model_comes_and_goes(model, tmp_path, offload):
     requests = random_requests(range(100, 116))
     found = []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         for step in range(3):
             group.publish(step)

@@ -31,9 +31,9 @@ from hybrid_gkd.workers.group import WorkerGroup
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
-def engine_room(config):
+def engine_memory(config):
     """By which the rollout engine finds its share of a GPU."""
-    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_room
+    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_memory
 
 
 def separate(folder, path, actors, rollouts, *overrides):
@@ -62,7 +62,7 @@ def test_weights_arrive_and_the_engine_uses_them(model, tmp_path, actors, rollou
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
     )
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         for version in range(3):  # verify_weights compares every weight with what was sent
             print(group.publish(version))
@@ -77,7 +77,7 @@ def test_weights_arrive_and_the_engine_uses_them(model, tmp_path, actors, rollou
 def test_a_receiver_that_hangs_is_named_and_the_student_can_be_saved(model, tmp_path):  # noqa: F811
     config = separate(tmp_path, model, 1, 1, "actor_rollout_ref.rollout.verify_weights=false")
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         group.publish(0)
 
@@ -106,7 +106,7 @@ def test_peers_of_a_worker_that_fails_are_not_waited_for(model, tmp_path, caplog
 
     config = config_for(model, tmp_path, "trainer.n_gpus_per_node=2", "actor_rollout_ref.nccl_timeout=3600")
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256], engine_room=engine_room(config))
+        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256], engine_memory=engine_memory(config))
     ) as group:
         group.publish(0)
         found = draw(group, requests(), SamplingParams(max_tokens=64))

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ACTOR, VOCAB = "actor_rollout_ref.actor", 32000
 
 
-def engine_room(config):
+def engine_memory(config):
     """By which the rollout engine finds its share of a GPU."""
-    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_room
+    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_memory
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +106,14 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(
             WorkerGroup(config, device="cuda", num_updates=8, num_critic_updates=8, stop_token_ids=[256],
-                        engine_room=engine_room(config), copy_bytes=0.0)
+                        engine_memory=engine_memory(config), copy_bytes=0.0)
         ) as group:
             if resumes:
                 group.load_checkpoint(tmp_path / "checkpoint")
                 rows, _ = train(group, 2, 2)
             else:
                 rows, reference = train(group, 2, 0)
-                assert group.saves_behind
+                assert group.saves_in_background
                 group.take_snapshot(tokenizer_path=str(model))
                 (tmp_path / "checkpoint").mkdir()
                 group.write_snapshot(tmp_path / "checkpoint")

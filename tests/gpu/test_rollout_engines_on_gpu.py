@@ -1,4 +1,4 @@
-"""vLLM as rollout engine on a GPU: it schedules a step while another one is under way, and it sleeps.
+"""vLLM as rollout engine on a GPU: it schedules a step while another one is running, and it sleeps.
 
     bash tests/run.sh -m gpu tests/gpu/test_rollout_engines_on_gpu.py
 """

@@ -141,7 +141,7 @@ def listening_sockets():
 
 
 def refuse_strangers(seen):
-    """What listens is reached from this machine only."""
+    """Check that all listening sockets are reachable from this machine only."""
     assert seen
     assert not {each for each in seen if not each[0].removeprefix("::ffff:").startswith("127.")}
 
@@ -336,13 +336,13 @@ def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, w
     if code != 0:  # the run may have been at its last step already
         assert code == 128 + signal.SIGTERM, errors
         assert "Traceback" not in errors
-        assert "SIGTERM: the run ends when the step in hand is done and saved" in errors
+        assert "SIGTERM: the run ends after the current step is finished and saved" in errors
         (saved,) = folder.glob("global_step_*")
         assert f"stopped after step {saved.name.removeprefix('global_step_')} of 4 on request" in errors
         assert f"resume from: {saved}, after step " in errors
         code, output, errors = run(wanted)
         assert code == 0, errors
-        assert f"continuing from {saved}" in errors
+        assert f"resuming from {saved}" in errors
         assert "  wall time of this start  " in output
     whole, resumed = rows_of(finished[0]), rows_of(tmp_path)
     assert sorted(resumed) == sorted(whole)
@@ -457,7 +457,7 @@ def test_two_interrupts_while_it_loads_leave_no_process(world, tmp_path):
         time.sleep(0.2)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert errors.splitlines()[-1] == "ended by SIGINT; everything that this run had started is stopped"
+    assert errors.splitlines()[-1] == "ended by SIGINT; all processes of this run are stopped"
     assert "Traceback" not in errors
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 

@@ -12,7 +12,7 @@ from hybrid_gkd.demo import folders
 from hybrid_gkd.demo import sorting as demo
 from hybrid_gkd.errors import ConfigError
 
-TINY_MODEL = demo.ModelRecipe(
+TINY_MODEL = demo.SortingModelRecipe(
     hidden_size=32, num_layers=1, max_steps=10, learning_rate=1e-3, stop_at_accuracy=0.5, init_seed=1
 )
 TINY = demo.DemoRecipe(

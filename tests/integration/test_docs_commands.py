@@ -65,7 +65,7 @@ def words(command, *more):
 
 
 def run(command, *more):
-    """What it printed."""
+    """Run a command and return its output."""
     done = subprocess.run(words(command, *more), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -71,7 +71,7 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
         "versions", "folders", "engine", "device", "loss", "student", "reward", "trackers", "files", "data",
-        "checkpoint", "critic", "reference", "reward model", "teacher", "fit", "disk", "plan", "placement",
+        "checkpoint", "critic", "reference", "reward model", "teacher", "compatibility", "disk", "plan", "placement",
         "GPU memory", "all-reduce", "self-test",
     ]
     assert "as its own teacher has a divergence of" in text
@@ -107,19 +107,19 @@ def test_a_configuration_that_is_wrong_is_one_line(world, tmp_path, capsys):
 
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path))
-    assert "can be written to" in check_disk(config.run_dir, 4096)
-    message = r"default_local_dir: the checkpoints of this run will take 1048576\.0 GiB more and .* free"
+    assert "is writable" in check_disk(config.run_dir, 4096)
+    message = r"default_local_dir: the checkpoints of this run need 1048576\.0 GiB more, but .* free"
     with pytest.raises(ConfigError, match=message):
         check_disk(config.run_dir, 2**50)
 
 
 def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, monkeypatch):
-    """Of its two steps, so two of them although three may be there; and three where the steps are not known."""
+    """The run has two steps, so it keeps two checkpoints although three are allowed; three if the steps are unknown."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
     trained = trained_models(config, student_spec(config))
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained)
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
-    assert "can be written to" in preflight.disk(Facts(config, trained=trained, steps=2))
+    assert "is writable" in preflight.disk(Facts(config, trained=trained, steps=2))
     with pytest.raises(ConfigError, match="default_local_dir"):
         preflight.disk(Facts(config, trained=trained))
 
@@ -177,5 +177,5 @@ def test_a_worker_on_the_gpu_of_the_local_teacher_is_refused(world, tmp_path, mo
     teacher = place_teacher(config, device="cuda", gpus=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-0"))
-    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* got GPU 2, on which this run starts"):
+    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* was assigned GPU 2"):
         refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-2"))

@@ -53,7 +53,7 @@ def test_a_killed_command_continues_to_the_same_answers(folder):
     text = finished(started(folder, "whole.jsonl", "--keep-cut"))
     whole = lines(folder / "whole.jsonl")
     assert whole.keys() == {(row, sample) for row in range(1, ROWS + 1) for sample in range(N)}
-    assert f"whole.jsonl: {ROWS * N} of {ROWS * N} answers to {ROWS} rows kept" in text
+    assert f"whole.jsonl: kept {ROWS * N} of {ROWS * N} completions of {ROWS} rows" in text
     assert f"{ROWS} of {ROWS} rows" in text
     assert len({line["response"] for line in whole.values()}) == ROWS * N
     assert {line["finish_reason"] for line in whole.values()} == {"stop", "length"}
@@ -69,7 +69,7 @@ def test_a_killed_command_continues_to_the_same_answers(folder):
     assert 2 < before.count(b"\n") < ROWS * N
     out.write_bytes(before + b'{"prompt": "What is 3')
     text = finished(started(folder, out.name, *few))
-    assert "its last line was not complete" in text
+    assert "removed an incomplete last line" in text
     assert out.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
     assert lines(out) == whole
     assert finished(started(folder, out.name, *few)).count("\n") == 1  # nothing is loaded for nothing
@@ -87,11 +87,11 @@ def test_a_reward_and_the_limit_of_tokens_leave_answers_out(folder):
     assert reasons.keys() == {"reward", "length"}
     assert (reasons["reward"]["finish_reason"], reasons["reward"]["reward"]) == ("stop", 0.0)
     assert (reasons["length"]["finish_reason"], "reward" in reasons["length"]) == ("length", False)
-    assert f"filtered.jsonl: {len(kept)} of {ROWS * N} answers" in text
+    assert f"filtered.jsonl: kept {len(kept)} of {ROWS * N} completions" in text
     process = started(folder, out.name, "--reward=my_reward.py:even", "--answer-key=answer", "--min-reward=0.5")
     text, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 1
-    assert "filtered.jsonl was made with --response-key 'text', not 'response': give the same" in text
+    assert "filtered.jsonl was made with --response-key 'text', not 'response': use the same" in text
 
 
 def test_a_model_that_two_processes_share(folder):

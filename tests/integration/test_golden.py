@@ -15,7 +15,7 @@ STORED = json.loads(golden.FILE.read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Of the cases that are asked for."""
+    """Return the results of the requested cases."""
     return golden.run([item.callspec.params["case"] for item in request.session.items if item.path == request.path])
 
 
@@ -38,7 +38,7 @@ def known(found, stored):
 
 
 def difference(found, stored):
-    """What is not within the tolerance, None where all is."""
+    """Return the values outside of the tolerance, None if there are none."""
     pairs = [*zip(known(found, stored), stored["steps"], strict=True), (found["norms"], stored["norms"])]
     for number, (now, then) in enumerate(pairs):
         absolute = ABSOLUTE if number < len(pairs) - 1 else 0.0

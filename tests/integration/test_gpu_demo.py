@@ -76,7 +76,7 @@ def test_the_recipe_builds_its_models_and_runs_from_them_become_a_page(cache, tm
 
 
 def compare(*args):
-    """What benchmarks/results.py prints."""
+    """Return the output of benchmarks/results.py."""
     command = [sys.executable, ROOT / "benchmarks" / "results.py", *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=540, env=environment)
@@ -95,7 +95,7 @@ def test_a_missing_file_is_named_before_the_models_are_made(tmp_path, monkeypatc
 
 
 def test_parts_that_are_made_at_the_same_time_are_the_same(cache, tmp_path, monkeypatch):
-    """As on a GPU, where teacher and student are trained side by side."""
+    """On a GPU teacher and student are trained in parallel."""
     (root,) = used_demos(load(parse(ON_CPU)))
     monkeypatch.setattr(gpu_demo, "_groups", lambda device: [(part,) for part in gpu_demo.PARTS])
     gpu_demo.build_gpu_demo("cpu", tmp_path / "demo")

@@ -126,7 +126,7 @@ def change(worker, name):
 
 
 def problem_of(worker):
-    """What a comparison without a publish finds."""
+    """Return the result of a comparison without a publish."""
     try:
         worker.engine.verify_weights(worker.actor.full_tensors(worker.engine.dtype))
     except WorkerError as error:

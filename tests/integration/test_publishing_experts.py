@@ -45,7 +45,7 @@ def make_model(model_type, seed):
 
 @torch.no_grad()
 def largest_difference(engine, model):
-    """Of log-probabilities of drawn tokens, between the engine and transformers."""
+    """Return the largest difference of log-probabilities of sampled tokens between the engine and transformers."""
     requests = [
         GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i + 1, dtype=np.int32), seed=i) for i in range(4)
     ]

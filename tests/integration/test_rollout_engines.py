@@ -1,4 +1,4 @@
-"""What every rollout engine has to do: the program's own on the CPU, and the one of docs/extending.md."""
+"""Contract of every rollout engine: the program's own on the CPU, and the one of docs/extending.md."""
 
 import dataclasses
 
@@ -175,7 +175,7 @@ def test_an_engine_generates_with_the_weights_that_were_loaded_last(call, models
 
 
 def draw_two_and_pause(engine, requests):
-    """What is being generated when weights come has to be given up."""
+    """A running generation must be paused before new weights are loaded."""
     engine.add(requests[:2], DRAWN)
     engine.step()
     engine.pause()
@@ -217,7 +217,7 @@ def test_vllm_computes_the_same_whether_it_has_all_requests_or_as_many_as_it_can
 
 
 def schedules(engine, requests):
-    """What each step computes of which request, and before which step each was added: as needed, and all at once."""
+    """Return the tokens of each request by step, and the step of its addition: as needed, and all at once."""
     vllm, scheduler, steps, added, asked = engine.engine, engine.scheduler, [], [], []
     schedule, add = scheduler.schedule, vllm.add_request
 

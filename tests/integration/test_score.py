@@ -13,7 +13,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs, score
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.fit import fit
+from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.plan import make_plan
 from hybrid_gkd.launch.teacher import connect, with_cache
 from hybrid_gkd.models.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import given
+from hybrid_gkd.types import given_sample
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|a|>{{ m['content'] }}<|end|>{% else %}"
@@ -78,7 +78,7 @@ def config_of(folder, *more):
 
 def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, service, monkeypatch):
     by_service = ["--addr", service.address, "--keys", str(service.keys)]
-    summary = f"scores of {ROWS - 1} answers by teacher (K {K}, temperature 1), "
+    summary = f"scores of {ROWS - 1} completions by teacher (K {K}, temperature 1), "
     assert f"{summary}{ROWS - 1} of them new" in run(folder, *by_service)
     # The same weights, in a service that this command starts.
     assert f"{summary}0 of them new" in run(folder, f"--ckpt-path={folder / 'teacher'}", "--backend=hf")
@@ -89,7 +89,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
     inputs.student(facts)
     inputs.files(facts)
     inputs.data(facts)
-    pairs = [(task, given(task, 1, 0.0)) for task in facts.train_prompts if task.response_ids is not None]
+    pairs = [(task, given_sample(task, 1, 0.0)) for task in facts.train_prompts if task.response_ids is not None]
     assert len(pairs) == ROWS - 1
     assert facts.tokenizer.decode(pairs[0][1].tokens) == "What is 1 + 1?<|a|>It is 2.<|end|>"
 
@@ -105,7 +105,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
         mask = np.arange(len(first.token_ids) + 2) >= len(first.token_ids)
         task = dataclasses.replace(first, response_ids=np.array([1, 2], np.int32), loss_mask=mask)
         with pytest.raises(TeacherError, match=r"^row 1, sample 0 has no scores in"):
-            take(scorer, [(task, given(task, 1, 0.0))])
+            take(scorer, [(task, given_sample(task, 1, 0.0))])
     assert found.keys() == expected.keys()
     for each, scores in found.items():
         for name in ("ids", "logprobs", "tail_logprobs", "sampled_logprobs"):
@@ -122,8 +122,8 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts = Facts(config_of(folder, store))
     facts.device = "cpu"
     inputs.student(facts)
-    assert inputs.teacher(facts) == f"none is asked: {ROWS - 1} answers are scored in {folder / 'store'}"
-    assert fit(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
+    assert inputs.teacher(facts) == f"not needed: {folder / 'store'} has the scores of {ROWS - 1} completions"
+    assert check_compatibility(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
     assert facts.settings == {"actor_rollout_ref.teacher.model.path": "teacher"}
     inputs.critic(facts)
     plan = make_plan(facts.config, facts.trained, "cpu", facts.local_teacher)
@@ -132,7 +132,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts = Facts(config_of(folder, store, "distillation.topk=4"))
     inputs.student(facts)
     with pytest.raises(TeacherError, match=r"has scores of teacher \(K 5, temperature 1\); the student needs K 4"):
-        fit(facts)
+        check_compatibility(facts)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     [
         ([], "one of --ckpt-path and --addr is needed"),
         (["--ckpt-path=a", "--addr=b:1"], "one of --ckpt-path and --addr is needed"),
-        (["--ckpt-path=a", "--keys=b"], "--keys goes together with --addr"),
+        (["--ckpt-path=a", "--keys=b"], "--keys needs --addr"),
     ],
 )
 def test_usage_errors(folder, capsys, more, message):
@@ -152,7 +152,7 @@ def test_usage_errors(folder, capsys, more, message):
 def test_answers_that_cannot_be_scored_are_named(folder, monkeypatch):
     monkeypatch.chdir(folder)
     for more, message in (
-        (["--response-key=answer"], r"no row has an answer in the column 'answer'"),
+        (["--response-key=answer"], r"no row has a completion in the column 'answer'"),
         (["data.max_response_length=9", "data.filter_overlong_prompts=false"], "row 6: the response has 10 tokens"),
         (["distillation.topk=0"], "distillation.topk: must be above 0"),
     ):

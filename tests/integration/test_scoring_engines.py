@@ -38,7 +38,7 @@ JOBS = {
 
 
 def make_readings(count, longest, seed=0):
-    """Of the first the last token alone is scored, of the second all but the first, the third has just two."""
+    """The first reading has only its last token scored, the second all but the first, the third has just two tokens."""
     rng = np.random.default_rng(seed)
     readings = []
     for index in range(count):
@@ -212,7 +212,7 @@ def test_vllm_tensor_parallel(model_path, reference):
     ],
 )
 def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, options, padded):
-    """What packed attention cannot do is padded; a head whose logits are changed afterwards is left to the model."""
+    """Unsupported attention is padded; a head whose logits are changed afterwards is left to the model."""
     make_tokenizer().save_pretrained(tmp_path)
     config = config_class(
         vocab_size=EMBEDDINGS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

@@ -133,7 +133,7 @@ def pids(pool):
 
 
 def shorten_deadlines(group, seconds=10.0):
-    """Those of a started group: it takes longer to start than a test may wait for a worker that hangs."""
+    """Shorten the deadlines of a started group, which takes longer to start than a test may wait for a hung worker."""
 
     def shorten(worker):
         worker.weight_sync.timeout = seconds

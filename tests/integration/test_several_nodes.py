@@ -16,7 +16,7 @@ from hybrid_gkd.workers.group import WorkerGroup
 
 @pytest.fixture
 def address(monkeypatch):
-    """Of a cluster of two nodes with room for one worker each."""
+    """Return the address of a cluster of two nodes with room for one worker each."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # for the second node's workers
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with it, Ray refuses a node with more GPUs
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})

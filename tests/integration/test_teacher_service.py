@@ -88,7 +88,7 @@ def connected(model_path, teacher, **options):
 
 
 def make_readings(count):
-    """Of 2 to 119 tokens, of which some are scored, anywhere."""
+    """Return readings of 2 to 119 tokens, with some of them scored at any position."""
     rng = np.random.default_rng(7)
     readings = []
     for length in rng.integers(2, 120, count):
@@ -263,7 +263,7 @@ def test_several_workers_share_the_work(model_path, tmp_path, reference):
 
 
 def test_sigterm_drains(model_path, tmp_path, reference):
-    """What was taken is answered, what comes later is not taken, and the service ends by itself."""
+    """Accepted requests are answered, later ones are rejected, and the service ends by itself."""
     options = {"log_path": tmp_path / "log", "options": [*HF, "--drain-timeout", str(TIMEOUT)]}
     batch, late = make_readings(8), []
 

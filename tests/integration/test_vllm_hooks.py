@@ -34,7 +34,7 @@ def scorer():
 
 
 def hidden_states(spans):
-    """Of the requests of a step, end to end."""
+    """Return the concatenated hidden states of the requests of a step."""
     return torch.cat([HIDDEN["ab".index(name)][first : first + count] for name, first, count in spans])
 
 

@@ -276,7 +276,7 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
                 group.load_checkpoint(store.latest())
             else:
                 learn_values(group, range(2))
-                assert group.saves_behind
+                assert group.saves_in_background
                 group.take_snapshot(tokenizer_path=str(model))
                 group.write_snapshot(store.begin(2))
             group.device_metrics()
@@ -399,7 +399,7 @@ def test_out_of_memory_halves_the_micro_batches_and_changes_nothing_else(
         assert found.keys() == expected.keys()
         names = expected.keys() - {"actor/distillation/overlap_ratio"}  # see assert_same
         assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-5, abs=1e-6)
-    assert log.count("once more with micro-batches of half the size: CUDA out of memory, planted") == 1
+    assert log.count("retrying with micro-batches of half the size: CUDA out of memory, planted") == 1
 
 
 def test_out_of_memory_again_ends_the_run_with_what_was_there_and_what_to_change(model, tmp_path):
@@ -499,7 +499,7 @@ def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path):
     assert taken.wait(timeout_seconds=60)
     try:
         limit = r"within 2 s \(ray_init\.placement_timeout\)"
-        with pytest.raises(WorkerError, match=rf"trainer\.n_gpus_per_node.*no room for them {limit}"):
+        with pytest.raises(WorkerError, match=rf"trainer\.n_gpus_per_node.*could not place them {limit}"):
             make_group(make_config(model, tmp_path, everything, "ray_init.placement_timeout=2"))
     finally:
         remove_placement_group(taken)
@@ -514,5 +514,5 @@ def test_two_workers_on_one_gpu_are_refused_by_rank():
 
     refuse_shared_gpus(placed(None, None))
     refuse_shared_gpus(placed("a 1", "a 2", "b 1"))
-    with pytest.raises(WorkerError, match=r"worker 1 and worker 3 got the same GPU \(a 2\)"):
+    with pytest.raises(WorkerError, match=r"worker 1 and worker 3 have the same GPU \(a 2\)"):
         refuse_shared_gpus(placed("a 1", "a 2", "b 1", "a 2"))

@@ -27,7 +27,7 @@ def prose(page):
 
 
 def spans(text):
-    """What stands in backticks."""
+    """Return the texts in backticks."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
@@ -64,7 +64,7 @@ def test_links_lead_somewhere(page):
 
 @page_of_pages
 def test_paths_of_this_repository_exist(page):
-    """What looks like one: it begins with a folder or has the name of a file at the top."""
+    """A path begins with a folder or has the name of a file at the top."""
     top = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - {"outputs", "logs"}
     named = [span for span in spans(prose(page)) if re.fullmatch(r"[\w./-]+", span) and span.partition("/")[0] in top]
     assert not [span for span in named if ("/" in span or "." in span) and not (ROOT / span).exists()]

@@ -240,9 +240,9 @@ def test_the_teacher_and_the_cross_entropy_may_share_a_micro_batch(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.response_key=null", "distillation.on_policy_fraction=0.5"], "distillation.on_policy_fraction: goes"),
-        (["data.response_key=null", "distillation.sft_coef=1"], "distillation.sft_coef: goes together"),
-        (["data.response_key=null", "trainer.warmup_steps_sft=3"], "trainer.warmup_steps_sft: goes together"),
+        (["data.response_key=null", "distillation.on_policy_fraction=0.5"], "on_policy_fraction: needs"),
+        (["data.response_key=null", "distillation.sft_coef=1"], "distillation.sft_coef: needs data.response_key"),
+        (["data.response_key=null", "trainer.warmup_steps_sft=3"], "trainer.warmup_steps_sft: needs data.response_key"),
         (["distillation.on_policy_fraction=1.5"], "distillation.on_policy_fraction"),
         ([*SFT, "distillation.sft_coef=0"], "distillation.sft_coef: must be above 0"),
         (["distillation.as_reward=true"], "distillation.as_reward: must be false with data.response_key"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hybrid_gkd
-from hybrid_gkd.runtime.imports import how_to_install, quick_imports
+from hybrid_gkd.runtime.imports import gc_paused, install_command
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = ["search_path", "", *"""
@@ -207,8 +207,8 @@ def test_what_cannot_run_here_imports_names_that_exist(folder):
 
 
 def test_the_collector_rests_while_large_packages_are_imported():
-    with quick_imports():
-        with quick_imports():
+    with gc_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -217,9 +217,9 @@ def test_the_collector_rests_while_large_packages_are_imported():
 def test_what_is_missing_is_installed_by_what_this_environment_has(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/my env/python")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert how_to_install("a>=1") == "'/my env/python' -m pip install 'a>=1'"
+    assert install_command("a>=1") == "'/my env/python' -m pip install 'a>=1'"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert how_to_install("a[b]", "c") == "uv pip install --python '/my env/python' 'a[b]' c"
+    assert install_command("a[b]", "c") == "uv pip install --python '/my env/python' 'a[b]' c"
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for():
@@ -227,7 +227,7 @@ def test_what_is_to_be_installed_is_what_the_package_asks_for():
     named = [
         name
         for file in MODULES.values()
-        for name in re.findall(r"how_to_install\('(.*?)'\)", file.read_text(encoding="utf-8"))
+        for name in re.findall(r"install_command\('(.*?)'\)", file.read_text(encoding="utf-8"))
     ]
     assert len(named) == 2
     assert all(f"\n    {name}\n" in asked for name in named)

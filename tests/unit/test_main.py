@@ -19,7 +19,7 @@ def run(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def call(end):
-        monkeypatch.setattr(command_line, "train", end)
+        monkeypatch.setattr(command_line, "run_training", end)
         return command_line.main([*ARGUMENTS, *PPO])
 
     yield call
@@ -30,12 +30,12 @@ def run(monkeypatch):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_the_exit_code(run, number, capsys):
     assert run(lambda config, options, stopping: signal.raise_signal(number)) == 128 + number
-    assert capsys.readouterr().err == f"ended by {number.name}; everything that this run had started is stopped\n"
+    assert capsys.readouterr().err == f"ended by {number.name}; all processes of this run are stopped\n"
 
 
 def test_a_run_that_has_ended_after_its_step_has_the_same_exit_code(run):
     def end(config, options, stopping):
-        with stopping.after_the_step(60.0):
+        with stopping.deferred_to_step_end(60.0):
             signal.raise_signal(signal.SIGTERM)
 
     assert run(end) == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""What begins with one underscore in another library is touched in hybrid_gkd/compat alone.
+"""Names of other libraries that begin with one underscore are used in hybrid_gkd/compat only.
 
 An underscore name may be used on `self`, `cls` and `super()` where code of the project defines it, on anything else
 where the same file does; benchmarks also look into the project's own objects. Imports may name none.

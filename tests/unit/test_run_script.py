@@ -198,7 +198,7 @@ def test_a_start_that_waits_for_another_ones_installation_says_so(start):
 
         fcntl.flock(lock, fcntl.LOCK_EX)
         done, _ = start("--install-only", meanwhile=let_go)
-    assert f"another start is at it in {start.venv}: waiting for it" in done.stderr.splitlines()[0]
+    assert f"another start holds the lock of {start.venv}: waiting for it" in done.stderr.splitlines()[0]
     assert done.returncode == 0, done.stderr
 
 
@@ -211,7 +211,7 @@ def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
 
     done, calls = start("trainer.total_epochs=3", SLOW="30", SLOW_AT=at, meanwhile=interrupt)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "interrupted; the next start installs anew" in done.stderr
+    assert "interrupted; the next start installs again" in done.stderr
     assert re.search(at, calls[-1])  # nothing else was tried after it
     assert start("--install-only")[1] != []
 
@@ -257,7 +257,7 @@ def test_an_environment_that_cannot_be_written_is_named(start):
     start.venv.write_text("a file", encoding="utf-8")
     done, _ = start()
     assert done.returncode == 1
-    assert f"cannot install into {start.venv}: it cannot be written to; HYBRID_GKD_VENV=" in done.stderr
+    assert f"cannot install into {start.venv}: it is not writable; set HYBRID_GKD_VENV=" in done.stderr
 
 
 @pytest.mark.slow

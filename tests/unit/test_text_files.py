@@ -11,7 +11,7 @@ from hybrid_gkd.launch.inputs import teacher_template
 
 ROOT = Path(hybrid_gkd.__file__).parents[1]
 NO_FILES = {"os", "page"}
-"""What has a method `open` of another kind."""
+"""Names of objects with another method `open`."""
 
 
 def unsaid(source):

@@ -33,7 +33,7 @@ def config(*overrides):
 
 
 def place(name):
-    """Of a sample in its rollout, by its identity or by what its reading is called."""
+    """Return the place of a sample in its rollout, by its id or the name of its reading."""
     row, number = map(int, re.findall(r"\d+", str(name)))
     return (row - 1) * GROUP_SIZE + number
 
@@ -232,7 +232,7 @@ def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch, caplog):
-    """What is waited for, said at once."""
+    """Return the log of waits, which are logged at once."""
     monkeypatch.setattr("hybrid_gkd.runtime.waiting.FIRST_SECONDS", 0.001)
     caplog.set_level("INFO", "hybrid_gkd.runtime.waiting")
     return caplog

@@ -1,1 +1,1 @@
-"""verl: the spellings of its commands."""
+"""Translation of verl's configuration keys and values."""

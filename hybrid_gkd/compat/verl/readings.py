@@ -1,4 +1,4 @@
-"""How values as verl's commands spell them are read, for the tables of keys.py."""
+"""Conversions of verl's values, for the tables of key_tables.py."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from typing import Any
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
 Look = Callable[[str], Any]
-"""Key of `Config` -> the value that it has so far; key of verl -> the value that is given, else None."""
+"""Function of a key of `Config` that returns its value so far, or of a key of verl that returns its given value or
+None."""
 OF_VERL = "verl"
-"""Stands for a key: whether what is read is a command of verl, by the recipe that it starts from."""
+"""Pseudo key: True for a command of verl, identified by its recipe."""
 Reading = Callable[[Any, Look], dict[str, Any]]
-"""A given value -> keys of `Config` with their values; none where the default stays. Raises ValueError: the rule."""
+"""Function of a given value that returns keys of `Config` with values; empty for defaults.
+
+Raises ValueError with the rule.
+"""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A key, or some of its values, that `Config` spells otherwise."""
+    """A key, or some of its values, that `Config` spells differently."""
 
     keys: tuple[str, ...]
-    """The keys of `Config` that it sets."""
+    """Keys of `Config` that it sets."""
     reading: Reading
     how: str = ""
-    """How the value changes, where it does; a sentence without its full stop."""
+    """Description of the conversion; a sentence without full stop."""
     why: str = ""
-    """For the line that says what a value is read as, where that is not plain."""
+    """Explanation for the log line about the conversion, if needed."""
 
 
 DEFAULT = "the default"
 
 
 def spelled(key: str, values: Mapping[Any, Any] | None = None) -> Read:
-    """The same under the name `key`. `values`: those that are spelled otherwise here, or are DEFAULT."""
+    """Return the conversion to the key `key`. `values`: values that are spelled differently here, or are DEFAULT."""
     values = values or {}
 
     def reading(value: Any, _: Look) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def one_checkpoint(value: Any, _: Look) -> dict[str, Any]:
 
 def min_clamp(value: Any, look: Look) -> dict[str, Any]:
     if value is not None and look("distillation.loss_mode") not in ("k1", "k2", "k3"):
-        raise ValueError("is for a divergence that is not here; distillation.loss_max_clamp limits a token's")
+        raise ValueError("is for an unsupported divergence; distillation.loss_max_clamp limits a token's divergence")
     return {}
 
 

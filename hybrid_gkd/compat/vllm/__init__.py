@@ -1,1 +1,1 @@
-"""vLLM: what differs between its versions and devices, and how it is loaded."""
+"""vLLM: differences between versions and devices, loading, and fast paths for rollouts."""

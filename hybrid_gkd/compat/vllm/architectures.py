@@ -1,9 +1,9 @@
-"""Which models vLLM can serve, asked before it is imported, which takes ten seconds.
+"""Check whether vLLM supports a model without importing vLLM, which takes ten seconds.
 
-Read from `vllm/model_executor/models/registry.py`: the names of vLLM's own models are the keys of its tables. What is
-not among them runs by the code of transformers, if that lets its attention be replaced: vLLM asks the class for
-`is_backend_compatible` or `_can_set_attn_implementation`. Tried with vLLM 0.32; without the file, its tables or these
-methods nothing is refused here, and vLLM says what it cannot load.
+Parses `vllm/model_executor/models/registry.py`: the names of vLLM's own models are the keys of its tables. Other models
+run with the code of transformers if its attention can be replaced: vLLM calls `is_backend_compatible` or
+`_can_set_attn_implementation` of the class. Tested with vLLM 0.32; without the file, its tables or these methods no
+model is rejected here, and vLLM itself raises.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 REGISTRY = Path("model_executor", "models", "registry.py")
 NOT_SERVED = ("_PREVIOUSLY", "_OOT")
-"""How the names of tables begin that list what vLLM has given up."""
+"""Prefixes of the names of tables with models that vLLM no longer supports."""
 
 
 def cannot_be_served(hf_config: Any) -> str | None:
-    """Why neither vLLM nor its Transformers backend can load a model; None if one can, or it is not known."""
+    """Return why neither vLLM nor its Transformers backend can load a model; None if one can, or it is unknown."""
     import transformers
 
     own, names = known_architectures(), list(getattr(hf_config, "architectures", None) or [])
@@ -33,15 +33,15 @@ def cannot_be_served(hf_config: Any) -> str | None:
     except (ImportError, RuntimeError):  # a library that the model's code needs is missing
         return None
     if model is None:
-        return f"its architecture {names[0]} is one of neither vLLM nor transformers"
+        return f"its architecture {names[0]} is in neither vLLM nor transformers"
     if None in asked or any(ask() for ask in asked if ask is not None):
         return None
-    return f"vLLM has no {names[0]}, and the one of transformers does not let its attention be replaced"
+    return f"vLLM has no {names[0]}, and the attention of transformers' one cannot be replaced"
 
 
 @functools.cache
 def known_architectures() -> frozenset[str]:
-    """Names of the architectures that vLLM has itself; empty where they cannot be read."""
+    """Return the names of vLLM's own architectures; empty if they cannot be read."""
     spec = find_spec("vllm")
     file = Path(spec.origin).parent / REGISTRY if spec is not None and spec.origin is not None else REGISTRY
     if not file.is_file():
@@ -56,5 +56,5 @@ def known_architectures() -> frozenset[str]:
 
 
 def has_plugins() -> bool:
-    """Whether a package of somebody else is installed that may add models to vLLM."""
+    """Return whether a third-party package is installed that may add models to vLLM."""
     return any(not entry.value.startswith("vllm.") for entry in entry_points(group="vllm.general_plugins"))

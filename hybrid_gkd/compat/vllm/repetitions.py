@@ -1,4 +1,4 @@
-"""Responses that vLLM ends because they go round in circles, in the versions that can."""
+"""End repetitive responses, in vLLM versions that support it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def detects_repetitions() -> bool:
-    """Whether the installed vLLM can end a response that goes round in circles; looks without importing it."""
+    """Return whether the installed vLLM can end repetitive responses, without importing it."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return False
@@ -16,7 +16,7 @@ def detects_repetitions() -> bool:
 
 
 def repetition_detection(count: int | None) -> dict[str, Any]:
-    """An argument of vLLM's SamplingParams: a pattern of up to 32 tokens that comes `count` times in a row ends it."""
+    """Return SamplingParams arguments that end a response after `count` repetitions of a pattern of up to 32 tokens."""
     if count is None:
         return {}
     from vllm.sampling_params import RepetitionDetectionParams

@@ -1,17 +1,15 @@
-"""Decode steps that cost the host little: a short path through vLLM's newer model runner for rollouts.
+"""Fast decode steps for rollouts in vLLM's newer model runner, with little work on the host.
 
-vLLM's runner prepares every step from nothing: which rows are in the batch, which graph fits it, what the sampling
-parameters ask for. That takes longer than the kernels of a small model. In a rollout most steps compute one more token
-of the very sequences of the step before, for which all of that is as it was. `install` gives the runner of an engine a
-subclass that keeps it as long as the batch stays the same; where sequences only leave, it takes the others out of what
-it has kept. Such a step is a copy to the GPU (where rows or blocks are new), three graphs, which prepare the batch,
-compute the model (vLLM's own) and draw the tokens, and a copy back. The tokens are those of vLLM, bit for bit;
-log-probabilities, whose sums are taken in another order, are the same but for rounding in float32. Every other step is
-left to vLLM's own code.
+vLLM's runner prepares every step from scratch: rows of the batch, matching graph, sampling parameters. This takes
+longer than the kernels of a small model. Most steps of a rollout compute one more token of the same sequences, so that
+all of this is unchanged. `install` replaces the class of an engine's runner by a subclass that reuses it while the
+batch stays the same; if sequences only leave, the remaining ones are selected from it. Such a step consists of a copy
+to the GPU (for new rows or blocks), three graphs, which prepare the batch, compute the model (vLLM's own) and sample
+the tokens, and a copy back. The tokens are bitwise those of vLLM; log-probabilities, which are summed in another order,
+are equal up to rounding in float32. All other steps are left to vLLM's own code.
 
-Steps are recognised by the mark that the scheduler's short path (scheduler.py) puts on them. For a version in which
-nobody has compared the tokens, and for an engine that does more than a rollout needs, `install` says why not and leaves
-it as it is.
+Steps are recognised by the mark of the scheduler's fast path (fast_scheduler.py). For untested versions of vLLM, and
+for engines with features beyond rollouts, `install` returns the reason and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 
-TRIED = ((0, 26),)
-"""Versions of vLLM whose tokens were compared, by tests/same_tokens.py on a GPU."""
+TESTED_VERSIONS = ((0, 26),)
+"""Versions of vLLM whose tokens were compared by tests/same_tokens.py on a GPU."""
 NEWER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
-"""By name, because an engine with the older runner need not import this one's kernels."""
+"""Name of the class, since an engine with the older runner does not import this one's kernels."""
 
 
 def install(engine: Any) -> str | None:
-    """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
-    if reason := vllm_compat.untried(TRIED):
+    """Install the fast path in an engine (vLLM's LLMEngine, in this process); return None, or the reason against it."""
+    if reason := vllm_compat.untested_reason(TESTED_VERSIONS):
         return reason
     try:
         runner = model_runner(engine)
@@ -45,18 +43,18 @@ def install(engine: Any) -> str | None:
         return f"this vLLM is built differently: {error}"
     if unusual:
         return f"the engine uses {', '.join(unusual)}"
-    runner.__class__ = vllm_compat.with_methods(type(runner), DecodeSteps)
+    runner.__class__ = vllm_compat.with_methods(type(runner), FastDecodeRunner)
     runner.begin(vllm)
     return None
 
 
 def model_runner(engine: Any) -> Any:
-    """The model runner of an engine whose worker is in this process."""
+    """Return the model runner of an engine whose worker is in this process."""
     return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def _parts_of_vllm() -> SimpleNamespace:
-    """What the short path takes from vLLM. Raises ImportError."""
+    """Return the parts of vLLM that the fast path uses. Raises ImportError."""
     from vllm import envs
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
@@ -79,7 +77,7 @@ def _parts_of_vllm() -> SimpleNamespace:
 
 
 def _unusual(runner: Any, vllm: SimpleNamespace) -> list[str]:
-    """What the short path does not do."""
+    """Return the names of used features that the fast path does not support."""
     features = {
         "LoRA": runner.lora_config is not None,
         "pipeline parallelism": runner.use_pp,
@@ -103,17 +101,17 @@ def _unusual(runner: Any, vllm: SimpleNamespace) -> list[str]:
     return [name for name, used in features.items() if used]
 
 
-class DecodeSteps:
+class FastDecodeRunner:
     """Methods for a subclass of vLLM's newer GPUModelRunner, which is their attribute `vllm`."""
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:
-        """Set up the state of the short path, once, with `_parts_of_vllm`."""
+        """Set up the state of the fast path, once, with `_parts_of_vllm`."""
         from hybrid_gkd.compat.vllm import runner_triton
 
         self._parts, self._kernels, self._output = vllm, runner_triton, _output_class(vllm)
         self._most_rows = len(self.input_buffers.seq_lens)
         self._batch = np.full(runner_triton.HEADER + 2 * self._most_rows, -1, np.int32)
-        """What the kernels know of a batch, on its way through one of as many buffers as steps are under way."""
+        """Batch data for the kernels, uploaded through a pool of as many buffers as steps in flight."""
         self._uploads = vllm.UvaBufferPool(len(self._batch), torch.int32)
         self._batch_on_gpu = torch.full((len(self._batch),), -1, dtype=torch.int32, device=self.device)
         states = len(self.req_states.num_computed_tokens_np)
@@ -122,7 +120,7 @@ class DecodeSteps:
         self._drawn = torch.zeros(2 * self._most_rows, dtype=torch.int32, device=self.device)
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self._results: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        """Buffers for the tokens of a step that nobody waits for at the moment, and their events."""
+        """Unused buffers for the tokens of a step, and their events."""
         self._dummies: dict[Any, Any] = {}
         self._capturing = torch.cuda.Stream(self.device)
         self._preparations: dict[tuple[Any, bool], torch.cuda.CUDAGraph] = {}
@@ -133,14 +131,14 @@ class DecodeSteps:
         self.forget_sampling()
         tables = self.block_tables
         self._block = tables.block_sizes[0] if tables.block_sizes == tables.kernel_block_sizes[:1] else None
-        """Tokens of a block, where the number of a new one can go to the GPU with the batch."""
+        """Tokens of a block if ids of new blocks can be uploaded with the batch, else None."""
         self._kept: SimpleNamespace | None = None
-        """What stays as it is while the batch does, see `_keep`; None where the next step is vLLM's."""
+        """State reused while the batch is unchanged, see `_keep`; None if the next step is vLLM's."""
         self.short_steps = self.full_steps = 0
 
     @torch.inference_mode()
     def execute_model(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's `execute_model`."""
+        """Replace vLLM's `execute_model`."""
         decodes, kept, self._kept = _only_decodes(scheduled), self._kept, None
         if decodes and kept is not None:
             names = list(scheduled.num_scheduled_tokens)
@@ -160,7 +158,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def sample_tokens(self: Any, grammar: Any) -> Any:
-        """vLLM's `sample_tokens`."""
+        """Replace vLLM's `sample_tokens`."""
         kept = self._kept
         if kept is None or kept.hidden_states is None:
             return self.vllm.sample_tokens(self, grammar)
@@ -172,17 +170,17 @@ class DecodeSteps:
         return self._output(output, self._drawn, rows, kept.asked.logprobs, self._results)
 
     def post_kv_cache_wake_up(self: Any) -> None:
-        """vLLM's `post_kv_cache_wake_up`: the block tables on the GPU are gone."""
+        """Replace vLLM's `post_kv_cache_wake_up`: drop the reused state, since the block tables on the GPU are gone."""
         self._kept = None
         self.vllm.post_kv_cache_wake_up(self)
 
     def forget_sampling(self: Any) -> None:
-        """Give back the memory of logits, which the graphs that draw tokens hold on to."""
+        """Free the memory of logits, which the sampling graphs hold."""
         self._samplers: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._sampling_pool = torch.cuda.graph_pool_handle()
 
     def _keep(self: Any, batch: Any) -> SimpleNamespace | None:
-        """What the steps after one that vLLM has prepared can use; None unless a graph decodes one token a row."""
+        """Return the state that steps after one of vLLM can reuse; None unless a graph decodes one token per row."""
         graph, asked = self._graph(batch.num_reqs), self._asked(batch.idx_mapping_np, batch.idx_mapping)
         if graph is None or asked is None or batch.num_tokens != batch.num_reqs or batch.is_prefilling_np.any():
             return None
@@ -191,12 +189,13 @@ class DecodeSteps:
         return _kept_of(list(batch.req_ids), batch.idx_mapping_np, graph, asked)
 
     def _graph(self: Any, count: int) -> Any:
-        """The descriptor of the graph in which so many rows decode a token each; None where there is none."""
+        """Return the descriptor of the graph in which `count` rows decode a token each; None if there is none."""
         graph = self.cudagraph_manager.dispatch(count, count, 1, num_active_loras=0)
         return graph if graph.cg_mode == self._parts.FULL else None
 
     def _asked(self: Any, rows: np.ndarray, rows_on_gpu: torch.Tensor) -> SimpleNamespace | None:
-        """What the sequences at `rows` of the state want of the sampler; None where `_sample` does not do it."""
+        """Return the sampling settings of the sequences at `rows` of the state; None if `_sample` does not support
+        them."""
         sampler, sampling = self.sampler, self.sampler.sampling_states
         top_k, top_p = sampling.get_top_k_top_p(rows_on_gpu, rows)
         cuts, num_logprobs = top_k is not None or top_p is not None, sampling.num_logprobs[rows]
@@ -221,7 +220,7 @@ class DecodeSteps:
         )  # fmt: skip
 
     def _part_of(self: Any, kept: SimpleNamespace, names: list[str]) -> SimpleNamespace | None:
-        """The same for some of its sequences, of which the others have left; None where one is not among them."""
+        """Return the reused state restricted to the remaining sequences; None if a sequence is new."""
         places = [kept.places.get(name) for name in names]
         graph = None if None in places else self._graph(len(names))
         if graph is None:
@@ -232,7 +231,8 @@ class DecodeSteps:
         return _kept_of(names, rows, graph, asked)
 
     def _decode(self: Any, kept: SimpleNamespace, scheduled: Any, *, moved: bool) -> None:
-        """What `execute_model` does for one more token of every row; `moved` where a row is another sequence's now."""
+        """Do the work of `execute_model` for one more token of every row; `moved`: a row has another sequence than
+        before."""
         requests, count = scheduled.scheduled_cached_reqs, len(kept.names)
         if scheduled.finished_req_ids:
             self.finish_requests(scheduled)
@@ -253,7 +253,7 @@ class DecodeSteps:
         kept.hidden_states = self.cudagraph_manager.run_fullgraph(kept.graph)
 
     def _upload(self: Any, kept: SimpleNamespace, new_blocks: dict[int, list[int]]) -> None:
-        """Tell the GPU of the batch, and of the block that begins at a place with this token."""
+        """Upload the batch, and the ids of blocks that begin with this token."""
         batch, first, count = self._batch, self._kernels.HEADER, len(kept.names)
         given = batch[first + self._most_rows :]
         given[:count] = -1
@@ -266,7 +266,7 @@ class DecodeSteps:
         kept.is_on_gpu = True
 
     def _prepare(self: Any, graph: Any, lengths: np.ndarray, *, moved: bool) -> None:
-        """Write what the model's graph reads; by a graph itself where the device knows all of it."""
+        """Write the inputs of the model's graph, by a captured graph if possible."""
         captured = self._preparations.get((graph, moved))
         if captured is not None:
             captured.replay()
@@ -281,7 +281,7 @@ class DecodeSteps:
             self._preparations[graph, moved] = captured
 
     def _dummy(self: Any, rows: int, num_tokens: int) -> Any:
-        """A batch of vLLM in which each row has one token, and those behind them are padding."""
+        """Return a batch of vLLM with one token per row, followed by padding."""
         batch = self._parts.InputBatch.make_dummy(rows, num_tokens, self.input_buffers)
         batch.num_scheduled_tokens = np.ones(rows, np.int32)
         batch.query_start_loc_np = np.arange(rows + 1, dtype=np.int32)
@@ -300,7 +300,7 @@ class DecodeSteps:
         )  # fmt: skip
 
     def _sample(self: Any, kept: SimpleNamespace, hidden_states: torch.Tensor) -> int:
-        """Draw a token of every sequence and append it; how many rows `_drawn` has for tokens."""
+        """Sample a token of every sequence and append it; return the number of rows of `_drawn`."""
         asked, count = kept.asked, len(kept.names)
         if asked.cuts or not self._captures_sampling:
             self._launch_sampling(asked, hidden_states[:count])
@@ -310,14 +310,14 @@ class DecodeSteps:
         if captured is not None:
             captured.replay()
             return rows
-        hidden_states = hidden_states[:rows]  # those of the model's graph, at the same place in every step
+        hidden_states = hidden_states[:rows]  # output of the model's graph, at the same address in every step
         self._launch_sampling(asked, hidden_states)
         captured = self._captured(self._sampling_pool, lambda: self._launch_sampling(asked, hidden_states))
         self._samplers[rows, asked.scales, asked.logprobs] = captured
         return rows
 
     def _launch_sampling(self: Any, asked: SimpleNamespace, hidden_states: torch.Tensor) -> None:
-        # One token a row: what vLLM reads through `logits_indices` are the first rows as they are.
+        # One token per row: `logits_indices` of vLLM are the first rows.
         vllm, logits = self._parts, self.model.compute_logits(hidden_states)
         if asked.cuts:
             if asked.scales:
@@ -333,7 +333,7 @@ class DecodeSteps:
         )  # fmt: skip
 
     def _captured(self: Any, pool: Any, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What `launch`, which has run before, gives the GPU to do, as a graph with its memory in `pool`."""
+        """Capture the GPU work of `launch`, which has run before, as a graph with its memory in `pool`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capturing):
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -345,7 +345,8 @@ class DecodeSteps:
 
 
 def _kept_of(names: list[str], rows: np.ndarray, graph: Any, asked: SimpleNamespace) -> SimpleNamespace:
-    """Sequences of a batch, their rows of the state, the model's graph, and what they ask of the sampler."""
+    """Return the reused state: sequences of a batch, their rows of the state, the model's graph, and sampling
+    settings."""
     return SimpleNamespace(
         names=names, places={name: place for place, name in enumerate(names)}, rows=rows, graph=graph, asked=asked,
         is_on_gpu=False, hidden_states=None,
@@ -353,7 +354,7 @@ def _kept_of(names: list[str], rows: np.ndarray, graph: Any, asked: SimpleNamesp
 
 
 def _only_decodes(scheduled: Any) -> bool:
-    """Whether a step computes one token of sequences that the runner knows, and nothing else."""
+    """Return whether a step only computes one token each of sequences that the runner knows."""
     return (
         getattr(scheduled, "is_short", False) and scheduled.total_num_scheduled_tokens > 0
         and not scheduled.preempted_req_ids and not scheduled.new_block_ids_to_zero
@@ -362,7 +363,7 @@ def _only_decodes(scheduled: Any) -> bool:
 
 
 def _output_class(vllm: SimpleNamespace) -> type:
-    """vLLM's AsyncOutput for one token a row, of which the GPU has one buffer."""
+    """Return vLLM's AsyncOutput for one token per row, from one buffer on the GPU."""
 
     class DecodeOutput(vllm.AsyncModelRunnerOutput):  # type: ignore[name-defined]
         def __init__(self, output: Any, drawn: torch.Tensor, rows: int, logprobs: bool, results: list[Any]):
@@ -372,7 +373,7 @@ def _output_class(vllm: SimpleNamespace) -> type:
                 results.append((on_host, torch.cuda.Event(blocking=True)))
             self.result, self.event = results.pop()
             size = 2 * rows if logprobs else rows
-            self.result[:size].copy_(drawn[:size], non_blocking=True)  # before the next step draws
+            self.result[:size].copy_(drawn[:size], non_blocking=True)  # before the next step samples
             self.event.record()
 
         def get_output(self) -> Any:
@@ -382,7 +383,7 @@ def _output_class(vllm: SimpleNamespace) -> type:
             self.results.append((self.result, self.event))
             self.output.sampled_token_ids = tokens.tolist()
             if self.logprobs:
-                ranks = np.zeros(count, np.int64)  # nobody asks a rollout for them
+                ranks = np.zeros(count, np.int64)  # unused in rollouts
                 self.output.logprobs = vllm.LogprobsLists(tokens, logprobs.view(np.float32), ranks)
             return self.output
 

@@ -1,12 +1,12 @@
-"""Triton kernels of a decode step of vLLM's newer model runner: what goes before the model, and what follows its head.
+"""Triton kernels before and after the model in a decode step of vLLM's newer model runner.
 
-`prepare_decodes` writes what vLLM's `prepare_pos_seq_lens`, `combine_sampled_and_draft_tokens`,
-`compute_slot_mappings`, `gather_block_tables` and the writes of new block ids do, for a batch in which every row
-computes one token behind its prompt. `sample_decodes` draws the tokens that vLLM's `apply_temperature` and
-`gumbel_sample` draw, with their log-probabilities, in one pass over the logits, and takes them into the runner's state
-as `post_update` does; it does not count them for penalties, which sequences of such a batch do not have.
+`prepare_decodes` replaces vLLM's `prepare_pos_seq_lens`, `combine_sampled_and_draft_tokens`, `compute_slot_mappings`,
+`gather_block_tables` and the writes of new block ids, for a batch in which every row computes one token after its
+prompt. `sample_decodes` samples the same tokens as vLLM's `apply_temperature` and `gumbel_sample`, with their
+log-probabilities, in one pass over the logits, and updates the runner's state as `post_update` does; it does not count
+them for penalties, which sequences of such a batch do not have.
 
-Shapes: S rows of the runner's state, N the most rows of a batch, V columns of logits.
+Shapes: S rows of the runner's state, N maximum rows of a batch, V columns of logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,11 +21,11 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_block_argmax
 
 ROWS, COLUMNS = 128, 1024
-"""Rows of the batch, and columns of a block table, that one program looks at."""
+"""Rows of the batch, and columns of a block table, per program."""
 PART = 1024
-"""Columns of logits that one program looks at: vLLM's number, so that equal values have the same winner."""
+"""Columns of logits per program, as in vLLM, so that ties have the same winner."""
 HEADER = 4
-"""Numbers before the rows of a batch, the first of which is their count: rows begin at 16 bytes."""
+"""Number of header entries before the rows of a batch, the first of which is their count; aligns rows to 16 bytes."""
 
 
 def prepare_decodes(batch: Tensor, states: Any, buffers: Any, tables: Any, *, copied_rows: int) -> None:
@@ -33,10 +33,10 @@ def prepare_decodes(batch: Tensor, states: Any, buffers: Any, tables: Any, *, co
 
     Args:
         batch: int32 [HEADER + 2N], the count of sequences, from HEADER on their rows of the state, and from HEADER + N
-            on the first table's block that begins with the token, -1 where the table has it
+            on the first table's block that begins with the token, -1 if the table has it
         states, buffers, tables: the runner's RequestState, InputBuffers and BlockTables
-        copied_rows: of the batch, whose block tables are copied for the model; those behind the count become zeros.
-            0 where the rows are as they were: a block's number is written when its first token is.
+        copied_rows: number of rows of the batch whose block tables are copied for the model; rows after the count
+            become zeros. 0 for unchanged rows: the id of a block is written with its first token.
     """
     most_rows = len(buffers.seq_lens)
     row_programs = triton.cdiv(most_rows + 1, ROWS)
@@ -54,18 +54,18 @@ def sample_decodes(
     logits: Tensor, batch: Tensor, positions: Tensor, states: Any, temperatures: Tensor, seeds: Tensor,
     scratch: tuple[Tensor, Tensor], out: Tensor, *, scales: bool, logprobs: bool,
 ) -> None:
-    """Draw a token of every sequence of a batch and append it.
+    """Sample a token of every sequence of a batch and append it.
 
     Args:
-        logits: [R, V], columns contiguous; rows behind the batch's count are not looked at
+        logits: [R, V], columns contiguous; rows after the batch's count are ignored
         batch: as for `prepare_decodes`
-        positions: int64 [at least R], of the tokens that were computed
+        positions: int64 [at least R], positions of the computed tokens
         states: the runner's RequestState
         temperatures, seeds: float32 and int64 [S]
         scratch: float32 [at least 3 * R * ceil(V / PART)] and int32 [at least R * ceil(V / PART)]
         out: int32 [at least 2R]: R tokens, and the bits of their log-probabilities
         scales: whether logits are divided by the temperatures here, in their own dtype as vLLM does
-        logprobs: of the distribution that is drawn from
+        logprobs: whether to compute log-probabilities of the sampling distribution
     """
     rows, vocabulary = logits.shape
     parts, tokens = triton.cdiv(vocabulary, PART), states.all_token_ids.gpu
@@ -116,7 +116,7 @@ def _prepare(
             tl.store(positions + place, position, mask=is_real)
             tl.store(seq_lens + place, tl.where(is_real, position + 1, 0), mask=exists)
             tl.store(input_ids + place, tl.load(last_tokens + row, mask=is_real, other=0), mask=is_real)
-            # A number that was given for an earlier token is not looked at again.
+            # An id given for an earlier token is ignored.
             begins = is_real & (position % block_size == 0)
             given = tl.load(batch + HEADER + most_rows + place, mask=begins, other=-1)
             tl.store(table + row * table_stride + at, given, mask=given >= 0)
@@ -141,7 +141,7 @@ def _prepare(
 
 @triton.jit
 def _scaled(values, temperature, dtype: tl.constexpr):
-    """Divided by the temperature, and rounded as where vLLM keeps them; 0 stands for the most likely token."""
+    """Divide by the temperature, with the rounding of vLLM; temperature 0 means greedy."""
     if (temperature != 0.0) & (temperature != 1.0):
         values = (values / temperature).to(dtype).to(tl.float32)
     return values

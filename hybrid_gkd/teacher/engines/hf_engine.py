@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_gkd.errors import ModelError, in_words
+from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, packed_and_alone, to_device
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
@@ -37,7 +37,7 @@ class HFScoringEngine(ScoringEngine):
             self._model = _load(options, PACKED_ATTENTION)
             self._check_packing()
         except Exception as error:  # architectures raise various errors for an unknown attention implementation
-            log.warning("%s; sequences are padded, which is slower", in_words(error))
+            log.warning("%s; sequences are padded, which is slower", describe_error(error))
             self._packed, self._model = False, None
             # transformers' other implementations silently ignore the soft cap.
             capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
@@ -171,4 +171,4 @@ def _load(options: EngineOptions, attention: str | None) -> Any:
             device_map="auto" if options.device == "cuda" else None, **options.arguments_of("hf"),
         ).eval()
     except Exception as error:  # various errors: a broken folder, insufficient GPU memory, unsupported attention
-        raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {in_words(error)}") from error
+        raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {describe_error(error)}") from error

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.loading import load_llm
-from hybrid_gkd.errors import ModelError, TeacherError, in_words
+from hybrid_gkd.compat.vllm.llm import load_llm
+from hybrid_gkd.errors import ModelError, TeacherError, describe_error
 from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
@@ -63,7 +63,7 @@ class VLLMScoringEngine(ScoringEngine):
         except ModelError:
             raise
         except Exception as error:  # vLLM raises various errors for an unsupported model or device
-            raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {in_words(error)}") from error
+            raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {describe_error(error)}") from error
 
     def _check_scores(self) -> None:
         """Check scores against vLLM's greedy generation. Raises ModelError: its tokens are not the most likely ones."""

@@ -1,6 +1,6 @@
-"""What compat reaches into has what it reaches for, in the installed torch, transformers and Ray.
+"""The private parts that compat uses exist in the installed torch, transformers and Ray.
 
-wandb: tests/unit/reporting/test_dashboard.py, against a server. vLLM: test_vllm_loading.py and tests/integration.
+wandb: tests/unit/reporting/test_dashboard.py, against a server. vLLM: test_vllm_llm.py and tests/integration.
 """
 
 import pytest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_gkd.compat.verl.keys import ACCEPTED, ONLY, REFUSED, RENAMED, VALUES
+from hybrid_gkd.compat.verl.key_tables import ACCEPTED, ONLY, REFUSED, RENAMED, VALUES
 from hybrid_gkd.config.loading import examine_config, load_config, to_yaml
 from hybrid_gkd.config.spelling import find, is_own, markdown_page, own_keys
 from hybrid_gkd.errors import ConfigError, SeveralErrors
@@ -211,8 +211,8 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
             [f"{ARR}.actor.optim.clip_grad=0.5", f"{ARR}.actor.grad_clip=1.0"],
             [f"{ARR}.actor.grad_clip: is given two values", f"by {ARR}.actor.optim.clip_grad (0.5)", "(1.0)"],
         ),
-        (["~trainer.logger"], ["~trainer.logger", "nothing is deleted"]),
-        (["~trainer.logger=x"], ["~trainer.logger", "nothing is deleted"]),
+        (["~trainer.logger"], ["~trainer.logger", "keys cannot be deleted"]),
+        (["~trainer.logger=x"], ["~trainer.logger", "keys cannot be deleted"]),
         (
             ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
             ["algorithm.filter_groups.metric", "before the KL is known", "seq_final_reward"],
@@ -229,15 +229,15 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
         ),
         (
             ["+distillation.teacher_models.a.model_path=x", "+distillation.teacher_models.b.model_path=y"],
-            ["distillation.teacher_models.b: there is one teacher", "distillation.teacher_models.a"],
+            ["distillation.teacher_models.b: a run has one teacher", "distillation.teacher_models.a"],
         ),
         (
             ["algorithm.rollout_correction.rollout_is=false"],
             ["algorithm.rollout_is: Invalid value 'False', expected one of ['prefix', 'token', 'sequence']"],
         ),
-        (["distillation.loss_mode=[]"], ["distillation.loss_mode: cannot be a value of this kind; got []"]),
-        (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: cannot be a value of this kind"]),
-        ([f"{ARR}.actor.checkpoint.contents=-1"], [f"{ARR}.actor.checkpoint.contents: cannot be", "got -1"]),
+        (["distillation.loss_mode=[]"], ["distillation.loss_mode: has a value of the wrong type; got []"]),
+        (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: has a value of the wrong type"]),
+        ([f"{ARR}.actor.checkpoint.contents=-1"], [f"{ARR}.actor.checkpoint.contents: has a value of", "got -1"]),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name_and_reason(overrides, parts):
@@ -272,7 +272,7 @@ def test_a_file_may_have_keys_of_verl_and_its_defaults_list(tmp_path):
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
     assert (config.data.max_prompt_length, config.data.train_batch_size) == (64, 1024)
     (tmp_path / "mine.yaml").write_text("defaults: [{actor@actor_rollout_ref.actor: dp_actor}]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="defaults must be a list of names of files"):
+    with pytest.raises(ConfigError, match="defaults must be a list of file names"):
         load_config(OWN, config_name="mine", config_path=tmp_path)
 
 

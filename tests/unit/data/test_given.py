@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.data.prompts import make_prompts, read_rows
-from hybrid_gkd.demo.sorting import make_tokenizer
+from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError
 
 CHATML = (
@@ -18,7 +18,7 @@ FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}<
 
 
 def tokenizer(template=CHATML):
-    made = make_tokenizer()  # a token per byte
+    made = make_byte_tokenizer()  # a token per byte
     made.chat_template = template
     return made
 
@@ -39,7 +39,7 @@ def trained(task):
     tokens = np.concatenate([task.token_ids, task.response_ids])
     edges = np.flatnonzero(np.diff(task.loss_mask.astype(int))) + 1
     parts = zip(np.split(tokens, edges), np.split(task.loss_mask, edges), strict=True)
-    return "|".join(make_tokenizer().decode(part) for part, mask in parts if mask[0])
+    return "|".join(make_byte_tokenizer().decode(part) for part, mask in parts if mask[0])
 
 
 def said(role, content):
@@ -49,15 +49,15 @@ def said(role, content):
 def test_a_text_and_a_message_are_the_same_answer(tmp_path):
     rows = [{"prompt": "1+1", "response": "2 €"}, {"prompt": "1+1", "response": [said("assistant", "2 €")]}]
     text, message = load(tmp_path, rows)
-    assert make_tokenizer().decode(text.token_ids) == "<|im|>user\n1+1<|end|>\n<|im|>assistant\n"
-    assert make_tokenizer().decode(text.response_ids) == "2 €<|end|>\n"
+    assert make_byte_tokenizer().decode(text.token_ids) == "<|im|>user\n1+1<|end|>\n<|im|>assistant\n"
+    assert make_byte_tokenizer().decode(text.response_ids) == "2 €<|end|>\n"
     assert trained(text) == trained(message) == "2 €<|end|>\n"
 
 
 def test_without_a_chat_template_an_answer_ends_with_the_end_of_sequence_token(tmp_path):
     rows = [{"prompt": "1+1=", "response": " 2"}, {"prompt": "1+1=", "response": " 2<|end|>"}]
     for task in load(tmp_path, rows, template=None):
-        assert make_tokenizer().decode(task.token_ids) == "1+1="
+        assert make_byte_tokenizer().decode(task.token_ids) == "1+1="
         assert trained(task) == " 2<|end|>"
 
 
@@ -86,7 +86,7 @@ def test_the_last_messages_of_a_chat_are_the_answer(tmp_path, mask, found):
     [task] = load(tmp_path, [{"chat": CHAT}], columns=IN_PROMPT, loss_mask=mask)
     assert task.text == "c"
     assert trained(task) == found
-    whole = make_tokenizer().decode(np.concatenate([task.token_ids, task.response_ids]))
+    whole = make_byte_tokenizer().decode(np.concatenate([task.token_ids, task.response_ids]))
     assert whole == tokenizer().apply_chat_template(CHAT, tokenize=False)
 
 
@@ -100,7 +100,7 @@ def test_spans_are_left_out_token_by_token(tmp_path):
     row = {"prompt": "p", "response": "abäcd", "spans": [[0, 1], [2, 3]]}
     first, second = load(tmp_path, [row, {"prompt": "p", "response": "x", "spans": None}])
     assert (trained(first), trained(second)) == ("b|cd<|end|>\n", "x<|end|>\n")
-    assert make_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
+    assert make_byte_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_what_is_no_answer_is_named_with_its_row(tmp_path, row, message):
 
 
 def test_a_template_that_writes_history_differently_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"row 1: the chat template writes the beginning .* differently"):
+    with pytest.raises(DataError, match=r"row 1: the chat template renders the beginning .* differently"):
         load(tmp_path, [{"prompt": "p", "response": "r"}], template=FORGETFUL)
 
 
 def test_several_messages_need_a_chat_template(tmp_path):
-    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template to tell the roles"):
+    with pytest.raises(DataError, match="row 1: several messages need a chat template"):
         load(tmp_path, [{"prompt": "p", "response": CHAT[3:]}], template=None)
 
 
@@ -138,7 +138,7 @@ def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog
         load(tmp_path, LONG, template=None, max_response_length=4)
     [left] = load(tmp_path, LONG, template=None, max_response_length=4, filter_overlong_prompts=True)
     assert left.index == 1
-    assert "left out 1 of 2 prompts" in caplog.text
+    assert "skipped 1 of 2 prompts" in caplog.text
     cut, whole = load(tmp_path, LONG, template=None, max_response_length=4, truncation="left")
     assert (trained(cut), trained(whole)) == ("abcd", "ab<|end|>")
 
@@ -146,7 +146,7 @@ def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog
 @pytest.mark.parametrize(("side", "kept"), [("left", "er\nc<|end|>\n<|im|>assistant\n"), ("right", None)])
 def test_a_cut_prompt_keeps_the_mask_of_what_is_left(tmp_path, side, kept):
     [whole] = load(tmp_path, [{"chat": CHAT}], columns=IN_PROMPT, loss_mask="assistant")
-    size = len(make_tokenizer()(kept, add_special_tokens=False).input_ids) if kept else 24
+    size = len(make_byte_tokenizer()(kept, add_special_tokens=False).input_ids) if kept else 24
     [task] = load(
         tmp_path, [{"chat": CHAT}], columns=IN_PROMPT, loss_mask="assistant",
         truncation=side, max_prompt_length=size,

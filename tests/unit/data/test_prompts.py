@@ -10,10 +10,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from hybrid_gkd.data.prompts import make_prompts, read_rows
-from hybrid_gkd.demo.sorting import make_tokenizer
+from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
 
-TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
+TOKENIZER = make_byte_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
 
 
 def load(*files, **changes):
@@ -185,7 +185,7 @@ def test_a_template_sees_all_that_a_message_has(write, tmp_path, suffix):
     file = write([{"prompt": chat}])
     if suffix == "parquet":
         datasets.Dataset.from_list([{"prompt": chat}]).to_parquet(file := tmp_path / "rows.parquet")
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}"
         "{% for call in m.tool_calls or [] %} calls {{ call.function.name }}{% endfor %}]{% endfor %}"
@@ -209,7 +209,7 @@ def test_tools_and_calls_without_content_reach_the_template(write, tmp_path, cap
     file = write(rows)
     if suffix == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(file := tmp_path / "rows.parquet")
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
         "{% for m in messages %}[{{ m.role }}{% if m.content is none %} calls{% endif %}]{% endfor %}"
@@ -222,12 +222,12 @@ def test_tools_and_calls_without_content_reach_the_template(write, tmp_path, cap
     assert not caplog.text
     tokenizer.chat_template = "{{ messages[0].content }}"
     load(file, tokenizer=tokenizer, max_prompt_length=256)
-    assert "row 1: the chat template says nothing of the column 'tools'" in caplog.text
+    assert "row 1: the chat template ignores the column 'tools'" in caplog.text
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template to tell the roles"):
+    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template, which a conversation"):
         load(file, tokenizer=tokenizer)
     file = write([{"prompt": "x"}, {"prompt": "x", "tools": tools}])
-    with pytest.raises(DataError, match="row 2: the tokenizer has no chat template to describe the tools"):
+    with pytest.raises(DataError, match="row 2: the tokenizer has no chat template, which tools need"):
         load(file, tokenizer=tokenizer)
 
 
@@ -242,7 +242,7 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
     ]  # fmt: skip
     (table := datasets.Dataset.from_list(rows)).to_parquet(tmp_path / "rows.parquet")
     table.save_to_disk(tmp_path / "saved")
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ messages | tojson(sort_keys=true) }}"
     files = write(rows), tmp_path / "rows.parquet", tmp_path / "saved"
     texts, *others = ([decode(each) for each in load(f, tokenizer=tokenizer, max_prompt_length=512)] for f in files)
@@ -252,7 +252,7 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
 
 
 def test_template_arguments_and_a_tokenizer_without_a_template(write):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
     [prompt] = load(write([{"prompt": "x"}]), tokenizer=tokenizer, apply_chat_template_kwargs={"shout": "hey"})
     assert decode(prompt) == "HEY"
@@ -260,7 +260,7 @@ def test_template_arguments_and_a_tokenizer_without_a_template(write):
     [prompt] = load(write([{"prompt": "plain"}]), tokenizer=tokenizer)
     assert decode(prompt) == "plain"
     tokenizer.chat_template = "{{ raise_exception('only pairs') }}"
-    with pytest.raises(DataError, match=r"row 1: the chat template refuses it: only pairs"):
+    with pytest.raises(DataError, match=r"row 1: the chat template rejects it: only pairs"):
         load(write([{"prompt": "x"}]), tokenizer=tokenizer)
 
 
@@ -269,7 +269,7 @@ def test_template_arguments_and_a_tokenizer_without_a_template(write):
     [("<|user|> $A", ["<|user|>"]), ("$A <|end|> <|end|>", []), ("<|user|> $A <|assistant|>", ["<|user|>"])],
 )
 def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = None
     special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|user|>", "<|assistant|>", "<|end|>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
@@ -280,20 +280,20 @@ def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front)
 
 @pytest.mark.parametrize("roles", [["user", "assistant", "user"], ["system", "user"], ["system"], ["user", "user"]])
 def test_roles_that_no_template_renders_are_refused(write, roles):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = None
     rows = [{"prompt": [{"role": role, "content": "x"} for role in each]} for each in (["user"], roles)]
-    with pytest.raises(DataError, match=r"data.train_files: .*, row 2: the tokenizer has no chat template to tell"):
+    with pytest.raises(DataError, match=r"data.train_files: .*, row 2: the tokenizer has no chat template, which"):
         load(write(rows), tokenizer=tokenizer)
     assert decode(load(write(rows[:1]), tokenizer=tokenizer)[0]) == "x"
 
 
 def test_prompts_that_end_as_answers_do_are_named(write, caplog):
-    tokenizer = make_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{{ '<|end|>' if messages[0].content != 'a' }}"
     file = write([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
     assert len(load(file, tokenizer=tokenizer)) == 3
-    assert "rows.jsonl': 2 of 3 prompts end with the end-of-sequence token '<|end|>', row 2 first" in caplog.text
+    assert "rows.jsonl': 2 of 3 prompts end with the end-of-sequence token '<|end|>', first row 2;" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["missing.jsonl", "a/b.parquet", "/no/such/file", "./org/name", "~/x/y", "x.jsonl.gz"])
@@ -349,7 +349,7 @@ def test_hub_names(monkeypatch, file, expected):
         ('{"prompt": []}\n', r"row 1.*must be a text or a list of chat messages; got \[\]"),
         (
             '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n',
-            r"row 1.*must not end with an answer, which the student is to write; got \{'role': 'assistant'",
+            r"row 1.*must not end with a message of the assistant; got \{'role': 'assistant'",
         ),
         ('{"prompt": [{"role": "user"}]}\n', r"row 1.*'role' and 'content'; got \{'role': 'user'\}"),
         (
@@ -365,7 +365,7 @@ def test_hub_names(monkeypatch, file, expected):
         ('{"prompt": "x"}\nnull\n', r"cannot be read: row 2 is not a JSON object; got 'null'"),
         ('{"prompt": "x"}\n{"answer": 1}\n', r"row 2, column 'prompt': must be a text.*got None"),
         ('{"prompt": "x"}\n{"prompt": "y", "prompt": "z"}\n', r"row 2: must not have two fields of one name; got"),
-        ('{"prompt": "x"}\n{"prompt": "y\\ud800"}\n', r"row 2: must not hold half of a surrogate pair; got"),
+        ('{"prompt": "x"}\n{"prompt": "y\\ud800"}\n', r"row 2: must not have half of a surrogate pair; got"),
         ('{"prompt": ' + "[" * 100_000, "cannot be read: maximum recursion depth exceeded"),
     ],
 )
@@ -377,11 +377,11 @@ def test_bad_files_are_named_with_key_file_and_row(write, text, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "[]", "holds no rows"),
+        ("a.json", "[]", "has no rows"),
         ("a.json", '[{"prompt": "x"},\n1]', "cannot be read: row 2 is not a JSON object; got 1"),
         ("a.json", '[{"prompt": "x"},\n{"prompt"', "cannot be read: Expecting ':' delimiter: line 2 column 10"),
         ("a.csv", "answer\n1\n", r"no column 'prompt' \(data.prompt_key\); its columns are: answer"),
-        ("a.csv", "prompt,answer\n", "holds no rows"),
+        ("a.csv", "prompt,answer\n", "has no rows"),
         ("a.parquet", "nonsense", "cannot be read"),
         ("a.txt", "x", r"must end in one of \.jsonl"),
     ],
@@ -396,7 +396,7 @@ def test_a_parquet_file_without_rows(tmp_path, num_groups):
     with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("prompt", pa.string())])) as writer:
         for _ in range(num_groups):
             writer.write_table(pa.table({"prompt": pa.array([], pa.string())}))
-    with pytest.raises(DataError, match=r"a\.parquet': holds no rows"):
+    with pytest.raises(DataError, match=r"a\.parquet': has no rows"):
         load(tmp_path / "a.parquet")
 
 
@@ -417,12 +417,12 @@ def test_what_save_to_disk_wrote(tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "x"}])
     rows.save_to_disk(tmp_path / "one")
     assert [p.text for p in load(tmp_path / "one")] == ["x"]
-    with pytest.raises(DataError, match=r"one:test': the folder holds one data set without splits, not 'test'"):
+    with pytest.raises(DataError, match=r"one:test': the folder has one data set without splits, not 'test'"):
         load(f"{tmp_path}/one:test")
     splits = {"fit": rows, "held_out": datasets.Dataset.from_list([{"prompt": "y"}])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "two")
     assert [p.text for p in load(f"{tmp_path}/two:held_out")] == ["y"]
-    with pytest.raises(DataError, match=r"two': its splits are fit, held_out; name one of them behind a colon"):
+    with pytest.raises(DataError, match=r"two': its splits are fit, held_out; append one of them after a colon"):
         load(tmp_path / "two")
     datasets.DatasetDict({"only": rows}).save_to_disk(tmp_path / "three")
     assert [p.text for p in load(tmp_path / "three")] == ["x"]
@@ -446,7 +446,7 @@ def test_compressed_text(write, tmp_path, suffix, codec):
     for damaged in (b"nonsense", parts[0][:-6]):
         with pytest.raises(DataError, match=rf"a\.json\.{suffix}': cannot be read"):
             load(write(damaged, f"a.json.{suffix}"))
-    with pytest.raises(DataError, match=r"must end in one of .*\.gz or \.zst behind that of a text file"):
+    with pytest.raises(DataError, match=r"must end in one of .*\.gz or \.zst after that of a text file"):
         load(write(b"", f"a.parquet.{suffix}"))
 
 
@@ -517,7 +517,7 @@ def test_filtering_leaves_long_rows_out_and_says_how_many(write, caplog):
     with caplog.at_level(logging.INFO):
         prompts = load(file, max_prompt_length=6, filter_overlong_prompts=True)
     assert [(p.index, p.text) for p in prompts] == [(0, "abc"), (2, "de")]
-    assert "left out 1 of 3" in caplog.text
+    assert "skipped 1 of 3" in caplog.text
     with pytest.raises(DataError, match=r"all 3 prompts are longer than data.max_prompt_length=2"):
         load(file, max_prompt_length=2, filter_overlong_prompts=True)
 

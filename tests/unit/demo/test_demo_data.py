@@ -28,7 +28,7 @@ def test_the_data_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("text", ["123", "naïve €5 日本 🙂", " a  b\n\tc ", "\x00\x7f", "<|user", ""])
 def test_the_tokenizer_covers_any_text_also_after_loading(text, tmp_path):
-    tokenizer = demo.make_tokenizer()
+    tokenizer = demo.make_byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)  # AutoTokenizer goes by the model type
     for some in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
@@ -39,7 +39,7 @@ def test_the_tokenizer_covers_any_text_also_after_loading(text, tmp_path):
 
 
 def test_chat_template_and_special_tokens():
-    tokenizer = demo.make_tokenizer()
+    tokenizer = demo.make_byte_tokenizer()
     assert tokenizer.decode([tokenizer.eos_token_id, tokenizer.pad_token_id]) == "<|end|><|endoftext|>"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "42"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -52,8 +52,8 @@ def test_chat_template_and_special_tokens():
 
 
 def test_labels_are_the_response_and_its_end():
-    tokenizer = demo.make_tokenizer()
-    ids, labels = demo.encode([{"prompt": "21", "answer": "12"}, {"prompt": "3", "answer": "3"}], tokenizer)
+    tokenizer = demo.make_byte_tokenizer()
+    ids, labels = demo.encode_labels([{"prompt": "21", "answer": "12"}, {"prompt": "3", "answer": "3"}], tokenizer)
     assert ids.shape == labels.shape == (2, 8)
     assert tokenizer.decode(labels[0][labels[0] >= 0]) == "12<|end|>"
     assert tokenizer.decode(labels[1][labels[1] >= 0]) == "3<|end|>"
@@ -82,6 +82,6 @@ def test_the_weak_teacher_has_the_data_and_the_student_of_the_demo(monkeypatch, 
 def test_a_folder_that_is_no_demo_is_refused_and_left_alone(tmp_path):
     (tmp_path / "demo.json").write_text(json.dumps({"mine": 1}), encoding="utf-8")
     for force in (False, True):
-        with pytest.raises(ConfigError, match=r"--out.*holds a demo"):
+        with pytest.raises(ConfigError, match=r"--out.*or a demo"):
             demo.build_demo(tmp_path, force=force)
     assert [file.name for file in tmp_path.iterdir()] == ["demo.json"]

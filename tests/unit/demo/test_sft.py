@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_gkd.demo import models
-from hybrid_gkd.demo.gpu_demo import RECIPES, ModelRecipe, _batches, held_out_accuracy, make_data, make_tokenizer
+from hybrid_gkd.demo.gpu_demo import RECIPES, ModelRecipe, _batches, held_out_accuracy, make_data, make_word_tokenizer
 from hybrid_gkd.demo.models import SFTRecipe
-from hybrid_gkd.demo.sft import SFT, alone, encode, train
+from hybrid_gkd.demo.sft import SFT, encode_samples, single_process, train_sft
 from hybrid_gkd.errors import TrainingError
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ SHAPE = ModelRecipe(hidden_size=64, num_layers=1, intermediate_size=128, init_se
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer(replace(RECIPES["cpu"], vocab_size=600), seed=0)
+    return make_word_tokenizer(replace(RECIPES["cpu"], vocab_size=600), seed=0)
 
 
 @pytest.fixture
@@ -45,18 +45,18 @@ def test_digits_are_tokens_of_their_own_and_the_chat_template_is_what_is_trained
 def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer, folder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     rows = [{"prompt": f"{n} apples?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in (2, 30, 41)]
-    samples = encode(rows, tokenizer)
-    with alone(CPU):
+    samples = encode_samples(rows, tokenizer)
+    with single_process(CPU):
         sft = SFT(folder, TRAINING, device=CPU)
         before = sft.step(samples).item()
-        assert sft.share_sure(samples) == 0
-        steps = train(sft, "model", iter(lambda: samples, None), samples)
+        assert sft.confident_fraction(samples) == 0
+        steps = train_sft(sft, "model", iter(lambda: samples, None), samples)
         assert steps < TRAINING.max_steps
         first, *_, last = [record.getMessage() for record in caplog.records if "of at most" in record.getMessage()]
         assert first.startswith("model: step 1 of at most 300, loss ")
         assert "left" not in first
         assert re.search(rf"step {steps} of .* s, at most \d+ s left$", last)
-        assert sft.share_sure(samples) == 1
+        assert sft.confident_fraction(samples) == 1
         assert sft.tokens == (steps + 1) * sum(s.num_tokens for s in samples)
         assert sft.step(samples).item() < before / 10
         sft.export(tmp_path / "trained")
@@ -69,7 +69,7 @@ def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer
 @pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(tokenizer, folder):
     rows = make_data(replace(RECIPES["cpu"], num_train=3, num_val=2), 0)[0]
-    samples = encode(rows, tokenizer)
+    samples = encode_samples(rows, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     loaded = AutoTokenizer.from_pretrained(folder)
     total, count = 0.0, 0
@@ -81,7 +81,7 @@ def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(toke
         total -= logprobs.gather(1, ids[0, -n:, None]).sum().item()
         count += n
     for max_tokens in (200, 10_000):
-        with alone(CPU):
+        with single_process(CPU):
             loss = SFT(folder, replace(TRAINING, max_tokens=max_tokens), device=CPU).step(samples).item()
         assert loss == pytest.approx(total / count, rel=1e-4)
 
@@ -90,7 +90,7 @@ def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(toke
 def test_a_model_is_exported_in_the_type_that_it_was_stored_in(tokenizer, tmp_path):
     models.make_model(SHAPE, tokenizer, 0).bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    with alone(CPU):
+    with single_process(CPU):
         sft = SFT(tmp_path / "model", TRAINING, device=CPU)
         assert {p.dtype for p in sft.model.parameters()} == {torch.float32}
         sft.export(tmp_path / "model")
@@ -109,10 +109,10 @@ def test_batches_are_the_same_whoever_makes_them(tokenizer, monkeypatch):
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_training(tokenizer, folder):
-    samples = encode(make_data(replace(RECIPES["cpu"], num_train=2, num_val=2), 0)[0], tokenizer)
-    with alone(CPU):
+    samples = encode_samples(make_data(replace(RECIPES["cpu"], num_train=2, num_val=2), 0)[0], tokenizer)
+    with single_process(CPU):
         sft = SFT(folder, TRAINING, device=CPU)
         with torch.no_grad():
             next(iter(sft.model.parameters())).fill_(float("nan"))
         with pytest.raises(TrainingError, match="teacher: the loss of step 1 is nan"):
-            train(sft, "teacher", iter([samples]), samples)
+            train_sft(sft, "teacher", iter([samples]), samples)

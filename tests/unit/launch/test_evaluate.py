@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.launch.evaluate import base_config, for_model, name_runs, parse, to_text
+from hybrid_gkd.launch.evaluate import base_config, config_for_model, parse, to_text, unique_run_names
 
 TEACHER = "actor_rollout_ref.teacher.model.path=large"
 
@@ -26,7 +26,7 @@ def test_models_are_told_from_overrides_and_named_once():
 def test_a_model_is_an_argument(words, capsys):
     with pytest.raises(SystemExit):
         parse(words)
-    assert "named as arguments" in capsys.readouterr().err
+    assert "as an argument" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -56,14 +56,15 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
     began = load_config([*began, "actor_rollout_ref.model.tokenizer_path=org/tok"])
     (run / "config.yaml").write_text(to_yaml(began), encoding="utf-8")
     config, models = base("a/b"), [f"{run}/global_step_4", f"{run}/global_step_2", "a/b"]
-    export, shards, hub = (for_model(config, model) for model in models)
+    export, shards, hub = (config_for_model(config, model) for model in models)
     assert export.actor_rollout_ref.model.path == f"{run}/global_step_4/huggingface"
     assert (export.trainer.resume_mode, hub.trainer.resume_mode) == ("disable", "disable")
     assert shards.actor_rollout_ref.model.path == "org/student"
     assert shards.actor_rollout_ref.model.tokenizer_path == "org/tok"
     assert (shards.trainer.resume_mode, shards.trainer.resume_from_path) == ("resume_path", f"{run}/global_step_2")
     assert hub.actor_rollout_ref.model.path == "a/b"
-    names = [each.run_dir.parts[-2:] for each in name_runs([export, shards, hub, for_model(config, "x/a/b")])]
+    configs = [export, shards, hub, config_for_model(config, "x/a/b")]
+    names = [each.run_dir.parts[-2:] for each in unique_run_names(configs)]
     assert names == [
         ("evaluation_first_global_step_4", "validation"), ("evaluation_first_global_step_2", "validation"),
         ("evaluation_a_b", "validation"), ("evaluation_a_b_2", "validation"),
@@ -78,15 +79,15 @@ def test_an_adapter_is_loaded_over_its_base_and_a_merged_model_is_preferred(tmp_
     (adapter.parent / "trainer_state.json").write_text("{}", encoding="utf-8")
     lora = "actor_rollout_ref.model.lora_rank=4"
     config = base(str(adapter), lora)
-    model = for_model(config, str(adapter)).actor_rollout_ref.model
+    model = config_for_model(config, str(adapter)).actor_rollout_ref.model
     assert (model.path, model.lora_adapter_path, model.lora_rank) == ("org/base", str(adapter), 0)
     began = load_config(["data.train_files=x", "actor_rollout_ref.model.path=org/base", TEACHER, lora])
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(began), encoding="utf-8")
-    shards = for_model(config, str(adapter.parent))
+    shards = config_for_model(config, str(adapter.parent))
     assert shards.trainer.resume_from_path == str(adapter.parent)
     assert (shards.actor_rollout_ref.model.path, shards.actor_rollout_ref.model.lora_rank) == ("org/base", 4)
     (adapter.parent / "huggingface_merged").mkdir()
-    merged = for_model(config, str(adapter.parent)).actor_rollout_ref.model
+    merged = config_for_model(config, str(adapter.parent)).actor_rollout_ref.model
     assert (merged.path, merged.has_lora) == (str(adapter.parent / "huggingface_merged"), False)
     (adapter / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match="names no base model"):

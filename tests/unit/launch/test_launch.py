@@ -1,4 +1,4 @@
-"""What a run decides before it starts anything."""
+"""Decisions of a run before it starts anything."""
 
 import contextlib
 import dataclasses
@@ -26,10 +26,10 @@ from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import fit, inputs, plan, preflight, run
+from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources, check_topk
-from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
+from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.stopping import Stopping
@@ -50,7 +50,7 @@ from hybrid_gkd.workers.placement import Placement
 
 
 def environment(config, device, gpus):
-    """Of a local teacher, on a machine with so many GPUs."""
+    """Return the environment of a local teacher on a machine with this number of GPUs."""
     return teacher_environment(config, place_teacher(config, device=device, gpus=gpus), device)
 
 
@@ -83,10 +83,10 @@ def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.tensor_model_parallel_size=2"])
-    with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
+    with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* 1 are visible; got 2"):
         environment(config, "cuda", 1)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.num_replicas=3"])
-    with pytest.raises(ConfigError, match=r"num_replicas.* need 3 GPUs, this machine shows 1 GPUs; got 1"):
+    with pytest.raises(ConfigError, match=r"num_replicas.* need 3 GPUs, 1 are visible; got 1"):
         environment(config, "cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
@@ -151,7 +151,7 @@ def runnable(folder, *overrides):
 @pytest.mark.slow
 def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
-    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run need"):
         run.run(runnable(tmp_path))
     assert not (tmp_path / "out").exists()
 
@@ -283,7 +283,7 @@ def test_a_dry_run_of_what_is_not_there_fails(tmp_path, capsys, wrong):
 def test_prompts_that_are_left_out_are_said_at_the_start(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     check_all(runnable(tmp_path, "data.train_batch_size=3", "trainer.total_epochs=2"))
-    assert "5 steps; 1 of 8 prompts are left out of the last epoch, as they fill no batch of 3" in caplog.text
+    assert "5 steps; 1 of 8 prompts are left out of the last epoch, since they do not fill a batch of 3" in caplog.text
     caplog.clear()
     check_all(runnable(tmp_path, "data.train_batch_size=4"))
     assert "2 steps" in caplog.text
@@ -295,7 +295,7 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
     caplog.set_level(logging.INFO)
     config = runnable(tmp_path, "trainer.total_training_steps=100")
     check_all(config)
-    assert "steps: 100; how long they take is known after a run with these settings" in caplog.text
+    assert "steps: 100; no duration known: no earlier run with these settings" in caplog.text
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     rows = [{"step": step, "timing/step": 90.0 if step == 1 else 30.0} for step in (1, 2, 3)]
@@ -310,15 +310,15 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
 
 def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(tmp_path):
     def loading(config, engine):
-        return loading_plan(what_is_loaded(config, device="cpu", engine=engine), config.experiment_dir.parent)
+        return loading_line(describe_loading(config, device="cpu", engine=engine), config.experiment_dir.parent)
 
     config = runnable(tmp_path)
     size = f"{sum(file.stat().st_size for file in tmp_path.glob('**/model.safetensors')) / 2**20:.1f} MiB"
-    unknown = f"loading: {size} of weights to read; how long it takes is known after a start with these models"
+    unknown = f"loading: {size} of weights to read; no duration known: no earlier start with these models"
     assert loading(config, "hf") == unknown
     rows = []
     for start, seconds in ((1000, 50), (2000, 42), (3000, None)):  # the last one did not get so far
-        rows.append({"start": start, "loaded": what_is_loaded(config, device="cpu", engine="hf")})
+        rows.append({"start": start, "loaded": describe_loading(config, device="cpu", engine="hf")})
         rows += [{"ready": start + seconds}] if seconds else []
     other = config.run_dir.parent / "another_run"
     other.mkdir(parents=True)
@@ -326,7 +326,7 @@ def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(t
     assert f"loading: {size} of weights to read; it took 42 s last time (" in loading(config, "hf")
     assert loading(config, "vllm") == unknown
     config.actor_rollout_ref.model.path = "org/no-such-model"
-    assert "loading: not on this machine yet: org/no-such-model; " in loading(config, "hf")
+    assert "loading: to be downloaded: org/no-such-model; " in loading(config, "hf")
 
 
 @pytest.mark.slow
@@ -367,10 +367,10 @@ def test_a_finished_run_says_so_and_touches_nothing(tmp_path):
     """Before the teacher is asked, which may be gone by then."""
     config = runnable(tmp_path)
     put_checkpoint(config, 1)
-    run.keep_config(config)
+    run.write_config(config)
     before = snapshot(tmp_path / "out")
     text = run.run(config)
-    for told in ("nothing to do", "has done all 1 steps", "trainer.total_training_steps", "trainer.experiment_name"):
+    for told in ("nothing to do", "all 1 steps", "trainer.total_training_steps", "trainer.experiment_name"):
         assert told in text
     names = [check.name for check in preflight.CHECKS]
     assert names.index("checkpoint") < names.index("teacher")
@@ -411,11 +411,11 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
         model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300)
         yield SimpleNamespace(served={"far:15555": model})
 
-    monkeypatch.setattr(fit, "connect", connect)
+    monkeypatch.setattr(compatibility, "connect", connect)
     with pytest.raises(ConfigError, match=rf"allow_changed_config: .*\n{TEACHER_PATH}: large -> larger"):
-        fit.fit(facts)
+        compatibility.check_compatibility(facts)
     config.trainer.allow_changed_config = True
-    assert "large -> larger" in fit.fit(facts)
+    assert "large -> larger" in compatibility.check_compatibility(facts)
     assert facts.settings == {TEACHER_PATH: "larger"}
 
 
@@ -425,7 +425,7 @@ def test_the_configuration_of_each_start_is_kept(tmp_path):
     config.run_dir.mkdir(parents=True)
     for rate in (1.0, 2.0, 2.0, 3.0):
         config.actor_rollout_ref.actor.optim.lr = rate
-        run.keep_config(config)
+        run.write_config(config)
     rates = [
         OmegaConf.load(config.run_dir / f"{name}.yaml").actor_rollout_ref.actor.optim.lr
         for name in ("config.1", "config.2", "config")
@@ -462,7 +462,7 @@ def test_a_run_says_what_it_will_hold(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.slow
 def test_a_start_makes_its_plan_once_and_asks_once_what_the_machine_has(tmp_path, monkeypatch):
-    """Of each model the configuration is read once: of the student, which the critic starts from, and of a judge."""
+    """The configuration of each model is read once: of the student, which the critic starts from, and of a judge."""
     calls = Counter()
 
     def counted(owner, name):
@@ -501,7 +501,7 @@ def test_a_start_makes_its_plan_once_and_asks_once_what_the_machine_has(tmp_path
     assert calls == {"make_plan": 1, "plan_memory": 1, "device_count": 1, "model_spec": 2, "phases": 2}
     assert started["copy_bytes"] == sum(facts.plan.host.values()) > 0
     assert pickle.loads(pickle.dumps(facts.plan)) == facts.plan
-    assert started["engine_room"] == facts.plan.memory.engine_room
+    assert started["engine_memory"] == facts.plan.memory.engine_memory
     with pytest.raises(dataclasses.FrozenInstanceError):
         facts.plan.steps = 3
 
@@ -557,7 +557,7 @@ def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, 
     assert given["dtype"] == expected
     assert given.get("gpu_memory_utilization") == (0.5 if device == "cuda" else None)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = None
-    room = budget.EngineRoom(weights=GIB, token=2**20, longest=2048, max_num_seqs=1000, reserved=4 * GIB)
+    room = budget.EngineMemory(weights=GIB, token=2**20, longest=2048, max_num_seqs=1000, reserved=4 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (42 * GIB, 80 * GIB))  # 6 GiB stay free beside it
     with pytest.raises(Begun):
         VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=[0], room=room)
@@ -571,7 +571,7 @@ def test_packages_that_python_would_compile_at_each_start_are_named(monkeypatch,
     text = preflight.versions(facts)
     assert text.startswith(f"hybrid_gkd {hybrid_gkd.__version__}")
     command = rf"python -m compileall -q -j 0 {re.escape(str(Path(torch.__file__).parent))} "
-    assert re.search(rf"compiles torch, transformers, ray.*{command}", caplog.text)
+    assert re.search(rf"torch, transformers, ray.* have no bytecode .*{command}", caplog.text)
     caplog.clear()
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     preflight.versions(facts)
@@ -616,7 +616,7 @@ def test_an_architecture_that_vllm_cannot_serve_is_refused_with_the_engine_that_
     file = Path(config.actor_rollout_ref.model.path) / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8")) | {"architectures": ["RenamedForCausalLM"]}
     file.write_text(json.dumps(fields), encoding="utf-8")
-    with pytest.raises(ModelError, match=r"model\.path: vLLM .*RenamedForCausalLM .* neither .*rollout\.name=hf comp"):
+    with pytest.raises(ModelError, match=r"model\.path: vLLM .*RenamedForCausalLM .* neither .*rollout\.name=hf uses"):
         inputs.student(Facts(config, engine="vllm"))
     assert "parameters" in inputs.student(Facts(config, engine="hf"))
     config.distillation.enabled, config.actor_rollout_ref.teacher.model.path = True, str(file.parent)

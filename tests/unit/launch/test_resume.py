@@ -97,7 +97,7 @@ def test_the_newest_intact_one_is_taken_and_the_damaged_one_named(damage, tmp_pa
     found = find(config)
     assert (found.folder.name, found.state.step) == ("global_step_5", 5)
     (remark,) = found.remarks
-    assert re.search(rf"left out: .*{reason}", remark)
+    assert re.search(rf"skipped: .*{reason}", remark)
     given = make_config(
         tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.run_dir}/global_step_10"
     )

@@ -1,4 +1,4 @@
-"""What the first and the second signal do, during training, before it and while the run is being stopped."""
+"""Effects of the first and the second signal during training, before it and during the shutdown."""
 
 import signal
 import subprocess
@@ -50,7 +50,7 @@ def test_during_training_the_first_signal_is_a_request_and_the_second_ends_the_r
     assert not stopping.requested()
 
     def train():
-        with stopping.unwinding_after(), stopping.after_the_step(60.0):
+        with stopping.uninterrupted_shutdown(), stopping.deferred_to_step_end(60.0):
             signal.raise_signal(number)
             assert stopping.requested()
             signal.raise_signal(number)
@@ -59,20 +59,20 @@ def test_during_training_the_first_signal_is_a_request_and_the_second_ends_the_r
         train()
     assert stopping.exit_code == 128 + number
     wait_for_threads()
-    assert f"{number.name}: the run ends when the step in hand is done and saved, within 60 s" in caplog.text
+    assert f"{number.name}: the run ends after the current step is finished and saved, within 60 s" in caplog.text
 
 
 def test_a_second_run_of_the_process_is_ended_like_the_first(stopping):
-    with stopping.unwinding_after():
+    with stopping.uninterrupted_shutdown():
         pass
-    with pytest.raises(KeyboardInterrupt), stopping.unwinding_after(), stopping.after_the_step(0.0):
+    with pytest.raises(KeyboardInterrupt), stopping.uninterrupted_shutdown(), stopping.deferred_to_step_end(0.0):
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_grace_period_that_is_over_ends_the_run_and_says_so(stopping, caplog):
 
     def train():
-        with stopping.after_the_step(0.05):
+        with stopping.deferred_to_step_end(0.05):
             signal.raise_signal(signal.SIGTERM)
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
@@ -81,27 +81,27 @@ def test_a_grace_period_that_is_over_ends_the_run_and_says_so(stopping, caplog):
     with pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 128 + signal.SIGTERM
-    assert "not done and saved within 0.05 s (trainer.grace_period)" in caplog.text
+    assert "not finished and saved within 0.05 s (trainer.grace_period)" in caplog.text
 
 
 def test_a_step_that_is_saved_in_time_is_not_ended(stopping):
-    with stopping.after_the_step(60.0):
+    with stopping.deferred_to_step_end(60.0):
         signal.raise_signal(signal.SIGTERM)
     wait_for_threads()
     assert stopping.exit_code == 128 + signal.SIGTERM
 
 
 def test_a_signal_at_the_last_step_leaves_a_complete_run(stopping, caplog):
-    with stopping.after_the_step(60.0):
+    with stopping.deferred_to_step_end(60.0):
         signal.raise_signal(signal.SIGTERM)
-        stopping.withdraw()
+        stopping.cancel_request()
     wait_for_threads()
     assert stopping.exit_code is None
-    assert "SIGTERM came with the last step: the run is complete" in caplog.text
+    assert "SIGTERM during the last step: the run is complete" in caplog.text
 
 
 def test_without_a_grace_period_the_first_signal_ends_the_run(stopping):
-    with pytest.raises(KeyboardInterrupt), stopping.after_the_step(0.0):
+    with pytest.raises(KeyboardInterrupt), stopping.deferred_to_step_end(0.0):
         signal.raise_signal(signal.SIGINT)
 
 
@@ -111,10 +111,10 @@ def test_no_signal_interrupts_the_stopping(stopping, caplog):
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     wait_for_threads()
-    assert "is being stopped" in caplog.text
+    assert "the run is shutting down" in caplog.text
     other = Stopping()
     other.install()
-    with other.unwinding_after():
+    with other.uninterrupted_shutdown():
         pass
     signal.raise_signal(signal.SIGTERM)
     assert other.exit_code == 128 + signal.SIGTERM
@@ -124,14 +124,14 @@ def test_a_stopping_that_hangs_is_ended_by_a_further_signal(stopping, monkeypatc
     monkeypatch.setattr(stopping_module, "STOPPING_SECONDS", -1.0)
     codes = []
     monkeypatch.setattr(stopping_module.os, "_exit", codes.append)
-    with stopping.unwinding_after():
+    with stopping.uninterrupted_shutdown():
         pass
     signal.raise_signal(signal.SIGTERM)
     assert codes == [128 + signal.SIGTERM]
 
 
 def test_a_signal_that_the_parent_has_it_ignore_stays_ignored():
-    """As `nohup` does."""
+    """`nohup` sets signals to be ignored."""
     code = """
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)

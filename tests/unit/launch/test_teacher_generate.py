@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_gkd.errors import DataError, HybridGKDError
 from hybrid_gkd.launch import generate
-from hybrid_gkd.launch.answers import AnswerFile, Progress
+from hybrid_gkd.launch.completion_file import CompletionFile, Progress
 from hybrid_gkd.testing import make_tiny_model
 
 ARGUMENTS = {"--n": 2, "--temperature": 0.7}
@@ -23,7 +23,7 @@ def path(tmp_path):
 
 
 def opened(path, **changed):
-    return AnswerFile(path, ARGUMENTS | changed)
+    return CompletionFile(path, ARGUMENTS | changed)
 
 
 def test_answers_of_both_files_are_done(path):
@@ -46,7 +46,7 @@ def test_a_half_written_line_is_taken_away_and_its_answer_missing(path, caplog):
     path.write_bytes(whole[:-7])
     again = opened(path)
     assert again.done == {(1, 0)}
-    assert "its last line was not complete" in caplog.text
+    assert "removed an incomplete last line" in caplog.text
     again.append([line(1, 1)])
     again.close()
     assert path.read_bytes() == whole
@@ -55,7 +55,7 @@ def test_a_half_written_line_is_taken_away_and_its_answer_missing(path, caplog):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"--temperature": 1.0}, "was made with --temperature 0.7, not 1.0: give the same"),
+        ({"--temperature": 1.0}, "was made with --temperature 0.7, not 1.0: use the same"),
         ({"--seed": 3}, "was made with --seed None, not 3"),
     ],
 )
@@ -78,12 +78,12 @@ def test_a_file_without_answers_takes_any_arguments(path):
 def test_files_of_something_else_are_refused(path):
     path.parent.mkdir()
     path.write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"answers.jsonl.json does not say what it was made with"):
+    with pytest.raises(DataError, match=r"answers.jsonl.json does not contain the arguments that it was made with"):
         opened(path)
     path.unlink()
     opened(path).close()
     path.write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="line 1: is no answer with row and sample"):
+    with pytest.raises(DataError, match="line 1: must be an object with row and sample"):
         opened(path)
 
 
@@ -130,7 +130,7 @@ def parsed(tmp_path, model):
         (["--top-k=0"], "--top-k must be -1 or at least 1, got 0"),
         (["--reward=bleu"], "--reward must be one of gsm8k, math, exact_match, by_data_source, or file.py:function"),
         (["--reward=gsm8k"], "--reward gsm8k needs --answer-key"),
-        (["--min-reward=1"], "--min-reward goes together with --reward"),
+        (["--min-reward=1"], "--min-reward needs --reward"),
         (["--apply-chat-template-kwargs=[]"], "must be a JSON object, got []"),
         (['--engine-kwargs={"vllm": {"seed": 1}}'], "--engine-kwargs vllm seed: has an option of its own"),
     ],
@@ -144,10 +144,10 @@ def test_usage_errors(parsed, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "rows", "message"),
     [
-        ([], [{"prompt": "a", "response": "b"}], "row 1: has a column 'response' already, .* --response-key names"),
-        (["--response-key=r"], [{"prompt": "a"}, {"prompt": "a", "row": 1}], "row 2: has a column 'row' already"),
-        ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, and --max-tokens 16 leaves "
-            r"prompts 48 tokens \(max_position_embeddings\); .* leave out 1 of 2 rows"),
+        ([], [{"prompt": "a", "response": "b"}], "row 1: already has the column 'response', .* --response-key sets"),
+        (["--response-key=r"], [{"prompt": "a"}, {"prompt": "a", "row": 1}], "row 2: already has the column 'row'"),
+        ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, but --max-tokens 16 leaves "
+            r"prompts 48 tokens \(max_position_embeddings\); .* skip 1 of 2 rows"),
         (["--prompt-key=q"], [{"prompt": "a"}], "no column 'q'"),
         (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "no function"),
         (["--reward=mine.py:f"], [{"prompt": "a"}], "must be an existing Python file"),
@@ -172,7 +172,7 @@ def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
 def test_prompts_and_weights_are_among_the_arguments(parsed, model):
     def arguments(prompt):
         options = parsed(rows=[{"prompt": prompt}])
-        return generate.arguments_of(options, generate.read_inputs(options))
+        return generate.stored_arguments(options, generate.read_inputs(options))
 
     first, other = arguments("a"), arguments("b")
     assert {name for name in first if first[name] != other[name]} == {"prompts and answers in FILE (checksum)"}

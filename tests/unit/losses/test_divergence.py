@@ -317,7 +317,7 @@ def test_the_heads_tail_is_exact_in_float32(loss, tail_mass, offset):
 
 
 def test_without_the_heads_tail_the_pull_on_it_fades_below_the_floor():
-    """As documented: right sign, (1 - Q) / TAIL_FLOOR of its size, gradient off by at most 3 (1 - P) per row."""
+    """The documented bounds hold: sign, (1 - Q) / TAIL_FLOOR of its size, gradient error at most 3 (1 - P) per row."""
     teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).log_softmax(-1) + math.log(0.99)
 
     def loss_fn(q, rows):
@@ -463,7 +463,7 @@ def test_k3_of_a_log_ratio_beyond_20_is_that_of_20(kind):
 @pytest.mark.parametrize("tail", ["bucket", "none", "renormalise"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_candidate_without_any_probability_leaves_a_loss_finite(loss, tail):
-    """As if it had e^-80, which moves no loss that weighs it with the side that has nothing there."""
+    """It counts as e^-80, which moves no loss that weighs it with the side that has no mass there."""
     everything = log([0.6, 0.3, 0.05, 0.02], [0.1, 0.2, 0.3, 0.1])
     holed = everything.masked_fill(torch.tensor([[0, 0, 0, 1], [1, 0, 0, 1]], dtype=torch.bool), -math.inf)
     for teacher, student in ((holed, everything), (everything, holed), (holed, holed)):

@@ -259,7 +259,7 @@ def test_without_old_logprobs_the_policy_is_the_one_being_trained():
 
 
 def test_a_ratio_of_sequences_that_chunks_of_the_head_cut():
-    """What is computed before knows whole sequences; the loss is that of the formula over each."""
+    """The precomputation has whole sequences; the loss is that of the formula over each."""
     problem, loss = Problem(), config("ppo")
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), clip_ratio_low=0.1, clip_ratio_high=0.3)
     objective = make_objective(loss, actor)
@@ -467,7 +467,7 @@ def test_the_kl_to_a_reference_on_its_candidates_equals_full_logits(topk):
 
 
 def test_a_term_with_candidates_of_its_own_beside_the_teachers():
-    """As a second teacher would be: the head knows the mass outside of the first candidates alone."""
+    """A second teacher would be such a term: the head knows the mass outside of the first candidates only."""
     problem = Problem()
     own_ids = problem.teacher.topk(9, -1).indices[:, 5:]
     logprobs = problem.teacher.gather(1, own_ids)

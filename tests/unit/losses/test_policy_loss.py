@@ -106,7 +106,7 @@ def factors(mode, weights=None, *more):
 
 
 def loss_and_gradient(case, logprobs, old, advantages, settings):
-    """Of all tokens, by "<policy loss> <aggregation>", from those of each response."""
+    """Return loss and gradient of all tokens, by "<policy loss> <aggregation>", from those of each response."""
     name, mode = case.split()
     row = policy_loss(name)
     options = {key: settings[key] for key in row.options}

@@ -37,7 +37,7 @@ def expect(found, k, num_ids, hidden, weight, targets, temperatures):
 @pytest.mark.parametrize(("k", "num_ids"), [(1, 41), (5, 41), (41, 41), (7, 30), (30, 30)])
 @pytest.mark.parametrize("head_rows", [4, 1024])
 def test_top_logprobs(monkeypatch, k, num_ids, head_rows):
-    """Of the first num_ids columns: the others are no tokens, however large they are."""
+    """Only the first num_ids columns count: the others are no tokens, however large they are."""
     monkeypatch.setattr(topk, "HEAD_ROWS", head_rows)
     hidden, weight, targets, temperatures = case()
     weight[num_ids:] *= 9

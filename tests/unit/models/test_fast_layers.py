@@ -43,7 +43,7 @@ def test_usual_norms_are_torchs_and_compute_the_same(model_type, norms):
 
 @pytest.fixture
 def patched(monkeypatch):
-    """What a stand-in for Liger was asked for."""
+    """Return the calls of a stand-in for Liger."""
     came, parts = [], ModuleType("liger_kernel.transformers.monkey_patch")
 
     def apply(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, model=None):

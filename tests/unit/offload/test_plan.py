@@ -30,7 +30,7 @@ from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
-from hybrid_gkd.workers.group import holds_copies
+from hybrid_gkd.workers.group import host_memory_suffices
 from hybrid_gkd.workers.placement import Placement, free_host_bytes
 
 SEVEN_B = ModelSpec(
@@ -63,13 +63,13 @@ def config(*overrides):
 
 
 def memory(given, spec, device="cuda", *, gpus=1):
-    """What a run takes whose student has this spec, on a machine with so many GPUs."""
+    """Return the memory of a run whose student has this spec, on a machine with this number of GPUs."""
     return plan_memory(given, trained_models(given, spec), device, place_teacher(given, device=device, gpus=gpus))
 
 
 def share_of(given, spec, *, free=CARD - GIB):
-    """Of a rollout engine, of a card with so many free bytes."""
-    return memory(given, spec).engine_room.share(total_bytes=CARD, free_bytes=free)
+    """Return the fraction of a rollout engine on a GPU with this number of free bytes."""
+    return memory(given, spec).engine_memory.fraction(total_bytes=CARD, free_bytes=free)
 
 
 def plan_of(given, spec, device, **options):
@@ -213,7 +213,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
             f"actor_rollout_ref.teacher.model.path={teacher}", *OFFLOAD, MANY,
         ]
     )
-    assert memory(one_gpu, SEVEN_B).share_of_teacher(CARD) == 0.05  # 6 GiB of workspace
+    assert memory(one_gpu, SEVEN_B).teacher_fraction(CARD) == 0.05  # 6 GiB of workspace
     phases = memory(one_gpu, SEVEN_B).phases(CARD)
     assert phases["rollout"]["teacher"] == pytest.approx(0.05 * CARD)
     assert sum(phases["rollout"].values()) == pytest.approx(0.97 * CARD, abs=0.02 * CARD)
@@ -222,10 +222,10 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     token = model_spec(str(teacher), trust_remote_code=False, override_config={}).kv_bytes_per_token
     for dtype, cache in (("auto", 2**24 * token), ("float32", 2**25 * token)):
         one_gpu.actor_rollout_ref.teacher.dtype = dtype
-        share = memory(one_gpu, SEVEN_B).share_of_teacher(CARD)
+        share = memory(one_gpu, SEVEN_B).teacher_fraction(CARD)
         assert share * CARD == pytest.approx(6 * GIB + cache, abs=0.012 * CARD)
     assert str(place_teacher(one_gpu, device="cuda", gpus=1)) == "GPU 0, shared with workers"
-    assert memory(one_gpu, SEVEN_B, gpus=2).share_of_teacher(CARD) == 0.9
+    assert memory(one_gpu, SEVEN_B, gpus=2).teacher_fraction(CARD) == 0.9
     assert str(place_teacher(one_gpu, device="cuda", gpus=2)) == "GPU 1"
     one_gpu.trainer.n_gpus_per_node = 2
     both = place_teacher(one_gpu, device="cuda", gpus=2)
@@ -236,7 +236,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     one_gpu.trainer.device = "cpu"
     assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "the CPU"
     one_gpu.actor_rollout_ref.teacher.device = "cuda"  # beside workers that use no GPU
-    assert memory(one_gpu, SEVEN_B, "cpu").share_of_teacher(CARD) == 0.9
+    assert memory(one_gpu, SEVEN_B, "cpu").teacher_fraction(CARD) == 0.9
     assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "GPU 0"
 
 
@@ -302,7 +302,7 @@ def test_a_teacher_takes_the_bytes_of_the_type_that_its_engine_loads(
     uses_vllm = backend == "auto" and has_vllm
     tokens = 32768 * spec.kv_bytes_per_token if uses_vllm else 16384 * spec.forward_bytes_per_token
     expected = itemsize * (spec.parameters + tokens / 2) + 6 * GIB
-    assert memory(shared, SEVEN_B).share_of_teacher(CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
+    assert memory(shared, SEVEN_B).teacher_fraction(CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
 
 
 def placed(role="worker", total=CARD, free=None):
@@ -319,7 +319,7 @@ def test_a_card_that_is_too_small_is_not_blamed_on_others():
         check_free_memory(memory(small, SEVEN_B), [placed()])
     with pytest.raises(ConfigError, match=r"in the phase update a GPU would have to hold .* it has 80\.0"):
         check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed(total=80 * GIB)])
-    with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, holds"):
+    with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, uses"):
         check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed(free=20 * GIB)])
     check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed()])
 
@@ -430,7 +430,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def saved_bytes(model, batch):
-    """Of the tensors that a forward pass keeps for the backward pass, parameters and buffers left out."""
+    """Return the bytes of tensors that a forward pass keeps for the backward pass, without parameters and buffers."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -519,7 +519,7 @@ def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
         f"data.max_prompt_length={length - 9}", "data.max_response_length=8",
     )
     spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
-    planned = memory(given, SEVEN_B).share_of_teacher(100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
+    planned = memory(given, SEVEN_B).teacher_fraction(100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
     engine = load_scoring_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
     reading = Reading(token_ids=np.arange(length, dtype=np.int32) % 50, positions=np.arange(length - 8, length))
     with PeakMemory() as used:
@@ -627,7 +627,7 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
         f"actor_rollout_ref.teacher.model.path={tmp_path}/nowhere",
     ]
     with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be used"):
-        memory(load_config(lacking), SEVEN_B).share_of_teacher(CARD)
+        memory(load_config(lacking), SEVEN_B).teacher_fraction(CARD)
     (tmp_path / "student").mkdir()
     with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
         student_spec(load_config(lacking))
@@ -652,7 +652,7 @@ def test_the_plan_names_the_offloads_that_a_card_does_not_need():
         plan = str(plan_of(config(*given), spec, "cuda", gpu_bytes=int(total * GIB)))
         keys = [word for word in plan.split() if word.startswith(FSDP)]
         memory(config(*given, *keys), spec).check(int(total * GIB))
-        assert bool(keys) == ("offloads that this GPU does not need" in plan)
+        assert bool(keys) == ("unnecessary offloads on this GPU" in plan)
         return {key.removeprefix(f"{FSDP}.") for key in keys}
 
     assert named(140) == named(65) == {"param_offload=false", "optimizer_offload=false"}
@@ -671,7 +671,7 @@ def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     text = "\n".join(memory_lines(plan_of(cluster, student_spec(cluster), "cuda", gpu_bytes=CARD)))
     assert "gathered_params" in text
     assert "kv_cache" not in text
-    assert text.endswith("computed when the cluster has placed the workers")
+    assert text.endswith("computed after the cluster has placed the workers")
 
 
 def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_meanwhile():
@@ -697,7 +697,7 @@ def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_
         spec, place = student_spec(saving), placed()
         place = dataclasses.replace(place, free_host_bytes=GIB)
         plan = plan_of(saving, spec, "cpu", steps=steps)
-        return "checkpoint" in str(plan), holds_copies([place], plan.copy_bytes)
+        return "checkpoint" in str(plan), host_memory_suffices([place], plan.copy_bytes)
 
     validates = ("data.val_files=x", "trainer.test_freq=5", "trainer.best_metric=val/forward_kl", "trainer.save_freq=9")
     for overrides in (["trainer.save_freq=5"], validates):
@@ -718,14 +718,14 @@ def test_a_host_without_the_memory_for_a_copy_is_said_once_and_training_waits(tm
             Placement(rank=rank, host=host, pid=rank, visible_devices="", free_host_bytes=int(free))
             for rank, host in enumerate(hosts)
         ]
-        return holds_copies(places, needed)
+        return host_memory_suffices(places, needed)
 
     assert placed("aaa", 4 * needed)
     assert placed("aab", 3 * needed)
     assert caplog.text == ""
     assert not placed("aab", 2 * needed)
-    assert caplog.text.count("training waits for checkpoints: 2 worker(s) at a would take 0.0 GiB") == 1
-    assert not holds_copies([], plan_of(config(), SEVEN_B, "cuda").copy_bytes)
+    assert caplog.text.count("checkpoints are not written in the background: 2 worker(s) at a would need 0.0 GiB") == 1
+    assert not host_memory_suffices([], plan_of(config(), SEVEN_B, "cuda").copy_bytes)
 
 
 def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):

@@ -14,7 +14,7 @@ SIZES = {
     "critic_params": 15 * GIB, "critic_optimizer_state": 30 * GIB,
 }
 OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
-"""Of a worker without LoRA and critic, in the order in which they are released."""
+"""Owners of a worker without LoRA and critic, in the order of release."""
 PHASES = {phase: wanted & set(OWNERS) for phase, wanted in RESIDENCY.items() if wanted & set(OWNERS)}
 
 
@@ -345,7 +345,7 @@ class Card:
 
 
 class SleepingEngine:
-    """As vLLM: torch goes on to count its memory while it sleeps."""
+    """A stand-in whose memory torch still counts while it sleeps, as for vLLM."""
 
     can_sleep = True
 

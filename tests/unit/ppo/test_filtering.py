@@ -9,8 +9,8 @@ import pytest
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import HybridGKDError
-from hybrid_gkd.launch.inputs import left_over
-from hybrid_gkd.launch.plan import placement_plan
+from hybrid_gkd.launch.inputs import describe_dropped_prompts
+from hybrid_gkd.launch.plan import placement_lines
 from hybrid_gkd.ppo import rollout_pipeline as pipeline_module
 from hybrid_gkd.ppo.filtering import GROUP_METRICS, GroupCollector, informative_groups
 from hybrid_gkd.ppo.resuming import changed_settings, learning_settings
@@ -207,9 +207,9 @@ def test_what_is_beyond_a_full_batch_is_not_trained_on(tmp_path):
 def test_what_is_said_of_a_run_that_refills_its_batches(tmp_path):
     trainer, _ = fit(2, tmp_path, "data.gen_batch_size=9")
     config = trainer.config
-    plan = "\n".join(placement_plan(config, device="cpu", engine="hf"))
-    assert "(seq_reward) are left out, at most 10 generation batches of 9 prompts a step" in plan
-    assert "further prompts" in left_over(config, NUM_PROMPTS, 1)
+    plan = "\n".join(placement_lines(config, device="cpu", engine="hf"))
+    assert "(seq_reward) are replaced, with at most 10 generation batches of 9 prompts per step" in plan
+    assert "further prompts" in describe_dropped_prompts(config, NUM_PROMPTS, 1)
     table = final_table(config, steps=2, wall_seconds=1.0, first=trainer.first_metrics, last=trainer.last_metrics)
     shares = [trainer.tracking.by_step[step]["reward/all_groups"] for step in (1, 2)]
     assert re.search(rf"reward/all_groups, first and last step +{shares[0]:.4f} -> {shares[1]:.4f}", table)

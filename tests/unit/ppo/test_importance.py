@@ -96,7 +96,7 @@ def test_limits_that_make_no_sense(names, limits, message):
 def test_the_configuration_names_what_is_wrong_and_reads_lower_and_upper():
     with pytest.raises(ConfigError, match=r"^algorithm\.rollout_rs: .*token_k1.*'much'"):
         tiny_config("algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold=much")
-    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_rs: needs responses of the student's own"):
+    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_rs: needs samples of the full distribution"):
         tiny_config(
             "algorithm.rollout_rs=token_k3", "algorithm.rollout_rs_threshold=2", "actor_rollout_ref.rollout.top_p=0.9"
         )

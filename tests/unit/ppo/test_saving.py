@@ -17,7 +17,7 @@ class SlowDisk(RecordingGroup):
 
     def __init__(self, steps):
         super().__init__()
-        self.saves_behind, self._steps, self.begun = True, steps, None
+        self.saves_in_background, self._steps, self.begun = True, steps, None
 
     def take_snapshot(self, **arguments):
         assert self.begun is None, "the memory of a snapshot that is being written"

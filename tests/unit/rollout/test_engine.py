@@ -149,9 +149,9 @@ def test_transformers_takes_buffers_that_a_folder_has(tmp_path):
 
 
 def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():
-    worker = SimpleNamespace(sleep=mock.Mock(side_effect=AssertionError(vllm_compat.GREW)))
+    worker = SimpleNamespace(sleep=mock.Mock(side_effect=AssertionError(vllm_compat.MEMORY_GREW_MESSAGE)))
     sleep = worker.sleep
-    vllm_compat.let_neighbours_grow(worker)
+    vllm_compat.tolerate_memory_growth(worker)
     worker.sleep(level=2)
     sleep.assert_called_once_with(level=2)
     sleep.side_effect = AssertionError("something else")
@@ -180,7 +180,7 @@ def test_an_engine_that_sleeps_knows_its_memory_from_the_list_of_vllms_allocator
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 def test_vllm_says_that_its_memory_grew_in_the_words_that_are_expected():
     (place,) = find_spec("vllm").submodule_search_locations
-    assert vllm_compat.GREW in Path(place, "v1", "worker", "gpu_worker.py").read_text(encoding="utf-8")
+    assert vllm_compat.MEMORY_GREW_MESSAGE in Path(place, "v1", "worker", "gpu_worker.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

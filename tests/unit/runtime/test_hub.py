@@ -21,13 +21,13 @@ NAME = "someone/some-model"
 
 @pytest.fixture
 def online(monkeypatch):
-    """As on a machine where nobody has set the variable; returns what the hub was asked."""
+    """Simulate a machine without the variable; return the requests to the hub."""
     monkeypatch.setenv(hub.OFFLINE, "")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "HUB_SECONDS", 0.2)
-    hub.look_at_hub.cache_clear()
+    hub.check_hub.cache_clear()
     yield lambda answer: answering(monkeypatch, answer)
-    hub.look_at_hub.cache_clear()
+    hub.check_hub.cache_clear()
 
 
 def answering(monkeypatch, answer):
@@ -48,8 +48,8 @@ def refused():
 @pytest.mark.parametrize("answer", [refused, lambda: 503, lambda: time.sleep(5)])
 def test_without_an_answer_the_run_and_its_children_are_offline(online, caplog, answer):
     asked, began = online(answer), time.monotonic()
-    hub.look_at_hub()
-    hub.look_at_hub()
+    hub.check_hub()
+    hub.check_hub()
     assert time.monotonic() - began < 2
     assert asked == [(constants.ENDPOINT, hub.HUB_SECONDS)]
     assert huggingface_hub.is_offline_mode()
@@ -61,7 +61,7 @@ def test_without_an_answer_the_run_and_its_children_are_offline(online, caplog, 
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_hub_that_answers_is_used(online, caplog, status):
     online(lambda: status)
-    hub.look_at_hub()
+    hub.check_hub()
     assert not huggingface_hub.is_offline_mode()
     assert not os.environ[hub.OFFLINE]
     assert not caplog.text
@@ -70,7 +70,7 @@ def test_a_hub_that_answers_is_used(online, caplog, status):
 def test_whoever_is_offline_already_does_not_ask(online, monkeypatch):
     asked = online(refused)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.look_at_hub()
+    hub.check_hub()
     assert not asked
 
 

@@ -241,7 +241,7 @@ def test_a_full_disk_costs_the_spans_and_not_the_run(tmp_path, caplog):
             pass
     (record,) = caplog.records
     assert record.name == spans.logger.name
-    assert "trainer.spans.jsonl cannot be written, the run goes on without it" in record.message
+    assert "trainer.spans.jsonl cannot be written, the run continues without it" in record.message
 
 
 def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):

@@ -1,4 +1,4 @@
-"""What is waited for is said, with since when and until when; a short wait is not."""
+"""Waits are logged with their begin and deadline; short ones are not."""
 
 import ast
 import contextlib

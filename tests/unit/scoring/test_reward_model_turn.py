@@ -145,15 +145,15 @@ def test_micro_batches_are_cut_by_their_own_limit_and_a_longer_text_is_one():
     ("overrides", "parts"),
     [
         (["reward_model.model.path=null"], ["reward_model.model.path", "must name a classifier"]),
-        (["reward.functions={length: 1}"], ["reward.functions", "must have model with reward_model.enable"]),
-        (["reward_model.enable=false", "reward.functions={model: 1}"], ["reward.functions", "and only then"]),
+        (["reward.functions={length: 1}"], ["reward.functions", "must have model if and only if reward_model.enable"]),
+        (["reward_model.enable=false", "reward.functions={model: 1}"], ["reward.functions", "if and only if"]),
         (["reward.custom_reward_function.path=a.py"], ["reward.functions", "{model: 1.0, custom: 1.0}"]),
         (["reward.functions={model: 1, gsm8k: 1}"], ["reward.answer_key", "right answers"]),
         (["reward_model.max_length=0"], ["reward_model.max_length", "above 0"]),
         (["trainer.best_metric=val/accuracy"], ["trainer.best_metric", "reward_model"]),
         (
             ["distillation.enabled=true", "actor_rollout_ref.teacher.model.path=x", "data.val_files=null"],
-            ["reward_model.enable", "has nothing to score", "data.val_files"],
+            ["reward_model.enable", "has no effect", "data.val_files"],
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_where_groups_are_left_out_every_generation_batch_is_scored_once(schedul
     assert [event[0] for event in group.events] == ["publish", *(ahead if scheduler == "one_step_off" else sync * 2)]
     assert [event[2] for event in group.events if event[0] == "reward_model"] == [8] * 4
     assert rows.by_step[1]["training/num_gen_batches"] == 2
-    with pytest.raises(HybridGKDError, match=r"filter_groups\.enable: must be false with a reward model, a pool"):
+    with pytest.raises(HybridGKDError, match=r"filter_groups\.enable: must be false with a reward model, a separate"):
         make(
             "algorithm.filter_groups.enable=true", "actor_rollout_ref.hybrid_engine=false",
             "rollout.n_gpus_per_node=1", "trainer.scheduler=one_step_off", "actor_rollout_ref.rollout.n=2",

@@ -25,7 +25,7 @@ from hybrid_gkd.student.checkpoint_io import (
 )
 from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
-from hybrid_gkd.workers.saving import Saver
+from hybrid_gkd.workers.saver import Saver
 
 
 def make_phimoe(folder):

@@ -268,7 +268,7 @@ def test_the_layers_are_those_that_are_named(tmp_path):
     [
         ({"target_modules": ["q_proj", "qproj"]}, r"target_modules: the model has no such layer.*qproj"),
         ({"target_modules": ["nothing"]}, r"target_modules: .*nothing.* not found"),
-        ({"target_modules": ["embed_tokens"]}, r"only linear layers can have adapters, and model.embed_tokens is none"),
+        ({"target_modules": ["embed_tokens"]}, r"only linear layers can have adapters, but model.embed_tokens is not"),
         ({"target_modules": ["q_proj", "lm_head"]}, r"the output head \(lm_head\) cannot have an adapter"),
         ({"exclude_modules": ["kproj"]}, r"exclude_modules: the model has no such layer.*kproj"),
     ],
@@ -284,7 +284,7 @@ def test_experts_are_not_left_out_in_silence(tmp_path):
         num_key_value_heads=1, num_local_experts=2,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="holds its experts in weights that are no linear layers"):
+    with pytest.raises(ConfigError, match="are not linear layers, so all-linear would skip them"):
         spec_of(tmp_path, lora_rank=2)
     assert spec_of(tmp_path, lora_rank=2, target_modules=["q_proj"]).adapter_parameters == 2 * (32 + 32)
 
@@ -326,16 +326,16 @@ def rename_a_weight(folder):
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "must be a folder of peft's with"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "must be a PEFT folder with"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{", encoding="utf-8"),
             "adapter_config.json cannot be read",
         ),
-        (lambda folder: change_config(folder, peft_type="IA3"), "not one of the kind IA3"),
-        (lambda folder: change_config(folder, use_dora=True), "matrices alone, without use_dora"),
+        (lambda folder: change_config(folder, peft_type="IA3"), "not one of type IA3"),
+        (lambda folder: change_config(folder, use_dora=True), "adapter without use_dora"),
         (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "without modules_to_save"),
-        (lambda folder: change_config(folder, r=3), r"is \[2, \d+\] there and \[3, \d+\] in the model"),
-        (rename_a_weight, r"lora_A.weight is missing there and \[2, 128\] in the model"),
+        (lambda folder: change_config(folder, r=3), r"is \[2, \d+\] in the file and \[3, \d+\] in the model"),
+        (rename_a_weight, r"lora_A.weight is missing in the file and \[2, 128\] in the model"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot read .*adapter_model"),
     ],
 )
@@ -350,11 +350,11 @@ def test_an_adapter_that_cannot_be_continued_is_refused_with_the_reason(damage, 
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        ([f"{MODEL}.lora_alpha=8"], "lora_alpha: goes together with a lora_rank above 0"),
-        ([f"{MODEL}.target_modules=[q_proj]"], "target_modules: goes together with a lora_rank above 0"),
-        ([f"{ACTOR}.checkpoint.save_merged=true"], "save_merged: goes together with a lora_rank above 0"),
+        ([f"{MODEL}.lora_alpha=8"], "lora_alpha: needs a lora_rank above 0"),
+        ([f"{MODEL}.target_modules=[q_proj]"], "target_modules: needs a lora_rank above 0"),
+        ([f"{ACTOR}.checkpoint.save_merged=true"], "save_merged: needs a lora_rank above 0"),
         ([f"{MODEL}.lora_rank=-1"], "lora_rank: must be at least 0"),
-        ([f"{MODEL}.lora_adapter_path=x", f"{MODEL}.target_modules=all-linear"], "must be left out with lora_adapter"),
+        ([f"{MODEL}.lora_adapter_path=x", f"{MODEL}.target_modules=all-linear"], "must not be set with lora_adapter"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_by_name(overrides, error):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config.models import RefConfig, RefModelConfig
+from hybrid_gkd.config.actor_rollout_ref import RefConfig, RefModelConfig
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.ppo.resuming import learning_settings

@@ -134,7 +134,7 @@ def test_another_tokenizer_or_template_encodes_texts_anew(student, tmp_path):
     assert examine(student, same)[1].own is None
     said, texts = examine(student, other)
     assert texts.own is not None
-    assert "anew for its tokenizer" in said
+    assert "again for its tokenizer" in said
     tokenizer = load_tokenizer(str(same))
     tokenizer.chat_template = "{{ raise_exception('users alone') if messages[-1]['role'] != 'user' }}"
     tokenizer.save_pretrained(same)

@@ -571,7 +571,7 @@ def test_nobody_there():
         limit = r"waited 0\.3 s \(actor_rollout_ref\.teacher\.connect_timeout\)"
         with pytest.raises(TeacherUnreachable, match=rf"127\.0\.0\.1:1: {limit} .*: connection refused since \d\d:"):
             client.handshake(**STUDENT)
-        with pytest.raises(TeacherError, match="before handshake"):
+        with pytest.raises(TeacherError, match="needs a handshake first"):
             client.submit(make_readings())
 
 

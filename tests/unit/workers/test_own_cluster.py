@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_gkd.runtime.processes import members
 from hybrid_gkd.workers import own_cluster
-from hybrid_gkd.workers.own_cluster import SIGNALS, own_group, starting
+from hybrid_gkd.workers.own_cluster import SIGNALS, joining_group, own_group
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 
@@ -23,7 +23,7 @@ def sleeper():
 def test_what_is_started_in_the_block_is_in_the_group_and_is_gone_after_it(monkeypatch):
     monkeypatch.setattr(own_cluster, "END_SECONDS", 0.0)
     with own_group() as group:
-        with starting(group):
+        with joining_group(group):
             inside = sleeper()
         outside = sleeper()
         try:
@@ -40,7 +40,7 @@ def test_a_signal_while_processes_start_is_delivered_when_they_have(number):
     came = []
     before = signal.signal(number, lambda *_: came.append(number))
     try:
-        with starting(None):
+        with joining_group(None):
             signal.raise_signal(number)
             signal.signal(signal.SIGTERM, lambda *_: came.append("a handler of Ray's"))
             assert came == []
@@ -55,8 +55,8 @@ def test_a_signal_while_processes_start_is_delivered_when_they_have(number):
 def test_the_group_ends_with_a_run_that_is_killed(tmp_path):
     code = """
 import subprocess, sys, time
-from hybrid_gkd.workers.own_cluster import own_group, starting
-with own_group() as group, starting(group):
+from hybrid_gkd.workers.own_cluster import joining_group, own_group
+with own_group() as group, joining_group(group):
     subprocess.Popen(["sleep", "600"], preexec_fn=lambda: None)
     print(group, flush=True)
     time.sleep(600)

@@ -20,5 +20,5 @@ def test_those_wait_for_a_failed_worker_who_share_the_weights_with_it(method, fs
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = fsdp_size
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     pool, other = (Pool(config, role=role, log_folder=tmp_path) for role in ("actor worker", "rollout worker"))
-    pool.leave_alone(method, 2, {rank: (pool, rank) for rank in range(4)} | {4: (other, 3)})
-    assert sorted(pool.left_alone) == expected
+    pool.mark_stuck_peers(method, 2, {rank: (pool, rank) for rank in range(4)} | {4: (other, 3)})
+    assert sorted(pool.stuck_calls) == expected

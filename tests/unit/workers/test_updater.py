@@ -74,7 +74,7 @@ class MemoryOwner:
 
 
 def make_updater(total):
-    """Of one of two workers of a 7B student, with both offloads; its model is a stand-in that takes memory."""
+    """Return the updater of one of two workers of a 7B student, with both offloads; its model only allocates memory."""
     device = Device(total)
     owners = {"actor_params": MemoryOwner(device, PARAMS, True), "optimizer_state": MemoryOwner(device, STATE, False)}
     residency = Residency(
@@ -154,6 +154,6 @@ def test_what_follows_a_part_that_has_failed_is_no_step():
     part = MiniBatch(micro_batches=(), num_tokens=1)
     with pytest.raises(DeviceMemoryError, match="ppo_max_token_len_per_gpu"):
         updater.accumulate(part)
-    with pytest.raises(WorkerError, match="worker 0: a part of the update before this one has failed"):
+    with pytest.raises(WorkerError, match="worker 0: an earlier part of the update has failed"):
         updater.update([part])
     assert not steps

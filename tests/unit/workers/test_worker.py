@@ -1,4 +1,4 @@
-"""What a worker does around a generation, on stand-ins for its engine and its device."""
+"""Calls of a worker around a generation, with stand-ins for its engine and its device."""
 
 import re
 from contextlib import nullcontext
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
-from hybrid_gkd.errors import WorkerError, in_words
+from hybrid_gkd.errors import WorkerError, describe_error
 from hybrid_gkd.offload.residency import MemoryOwner, Residency
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.testing import tiny_config
@@ -73,7 +73,7 @@ def test_an_engine_that_has_made_room_gets_the_weights_of_the_last_publish_befor
     worker.actor = SimpleNamespace(full_tensors=lambda dtype: iter([("weight", 1.0)]))
     worker.shared = SimpleNamespace(generation=nullcontext, trim_after_publish=lambda: 0.0)
     worker.residency = SimpleNamespace(
-        enter=lambda phase, **_: phases.append(phase), prepare=lambda *_, **__: 0, takes_turns=False,
+        enter=lambda phase, **_: phases.append(phase), prepare=lambda *_, **__: 0, has_movable_owners=False,
         take_seconds=dict,
     )
     worker.publish(3)
@@ -104,6 +104,6 @@ def test_the_error_of_a_library_is_told_in_full_by_the_worker(method, arguments)
 
 def test_very_long_errors_are_cut_in_the_middle():
     error = RuntimeError("first\n\n" + "between\n" * 500 + "last")
-    assert re.fullmatch(r"RuntimeError: first (between )+.* \.\.\. .* between last", in_words(error))
-    assert len(in_words(error)) < 640
-    assert in_words(KeyError()) == "KeyError"
+    assert re.fullmatch(r"RuntimeError: first (between )+.* \.\.\. .* between last", describe_error(error))
+    assert len(describe_error(error)) < 640
+    assert describe_error(KeyError()) == "KeyError"

@@ -17,7 +17,7 @@ def engine_with(runner):
 @pytest.mark.parametrize(
     ("version", "engine", "reason"),
     [
-        ("0.27.0", engine_with(object()), "this path was not tried with vLLM 0.27.0"),
+        ("0.27.0", engine_with(object()), "the fast path was not tested with vLLM 0.27.0"),
         ("0.26.0+cu129", engine_with(SimpleNamespace()), "the model runner is types.SimpleNamespace"),
         ("0.26.1", SimpleNamespace(engine_core=SimpleNamespace()), "this vLLM is built differently: "),
     ],

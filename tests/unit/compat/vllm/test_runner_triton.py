@@ -52,7 +52,7 @@ def on_device(values, dtype=None):
 
 
 def batch_of(rows, blocks=()):
-    """As `prepare_decodes` wants it; blocks of the first rows."""
+    """Return a batch for `prepare_decodes`; `blocks` are those of the first rows."""
     import torch
 
     header = kernels().HEADER

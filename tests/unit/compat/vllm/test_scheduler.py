@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_gkd.compat.vllm import scheduler
+from hybrid_gkd.compat.vllm import fast_scheduler as scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 
 
@@ -77,4 +77,4 @@ def test_a_vllm_that_was_not_tried_is_asked_for_nothing(monkeypatch, caplog):
     assert "slower: this vLLM is built differently: no such part" in caplog.text
     monkeypatch.setattr(vllm_compat, "vllm_version", lambda: "0.29.1")
     assert scheduler.engine_args({}) == {}
-    assert "slower: this path was not tried with vLLM 0.29.1" in caplog.text
+    assert "slower: the fast path was not tested with vLLM 0.29.1" in caplog.text

@@ -1,4 +1,4 @@
-"""What is known of vLLM's models without importing it, compared with what vLLM says itself."""
+"""Knowledge of vLLM's models without importing it, compared with vLLM itself."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def test_vllm_itself_says_the_same():
 
 def test_what_is_not_known_is_left_to_vllm(monkeypatch):
     assert cannot_be_served(SimpleNamespace(architectures=["NoneSuch"])) == (
-        "its architecture NoneSuch is one of neither vLLM nor transformers"
+        "its architecture NoneSuch is in neither vLLM nor transformers"
     )
     assert served("NoneSuch", auto_map={"AutoModelForCausalLM": "code.NoneSuch"})
     assert served()

@@ -1,4 +1,4 @@
-"""`vllm.LLM` in this process, built within seconds: what a rollout or a teacher never asks for is not prepared."""
+"""Build `vllm.LLM` in this process within seconds, without preparing features that rollouts and teachers never use."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 WARMUP_ARGUMENTS = frozenset({"jit_monitor_mode", "jit_monitor_verbose", "kernel_config", "observability_config"})
-"""Of `vllm.LLM`: who gives one decides about kernels that are compiled late, and gets vLLM's warm-up."""
+"""Arguments of `vllm.LLM` about kernel compilation; if the user sets one, vLLM's warm-up is kept."""
 
 
 def load_llm(
     llm_class: Any, arguments: dict[str, Any], given: dict[str, Any], hf_config: Any, *, alone: bool = True
 ) -> Any:
-    """`llm_class(**arguments)` for the model of `hf_config`.
+    """Return `llm_class(**arguments)` for the model of `hf_config`.
 
-    `given` are arguments of the user: they take the place of others, those of `compilation_config` one by one. Unless
-    vLLM is `alone` in this process, it leaves the classes of transformers as they are. Raises whatever vLLM raises.
+    `given`: arguments of the user, which take precedence, those of `compilation_config` one by one. Unless vLLM is
+    `alone` in this process, classes of transformers are left unchanged. Raises whatever vLLM raises.
     """
     merged = arguments | given
     ours, theirs = (each.get("compilation_config") for each in (arguments, given))
@@ -36,10 +36,10 @@ def load_llm(
 
 
 def inspect_here(architectures: list[str]) -> None:
-    """Import the classes of a model in this process, which needs them at once.
+    """Import the classes of a model in this process.
 
-    To look at one that it has not seen yet, vLLM starts a process that imports all of vLLM again, about ten seconds:
-    this process could otherwise be one that must not touch the GPU before it forks.
+    Otherwise vLLM starts a process that imports all of vLLM again to inspect an unknown class, which takes ten seconds;
+    it does so for processes that must not touch the GPU before a fork.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -48,16 +48,16 @@ def inspect_here(architectures: list[str]) -> None:
         if type(entry).__name__ == "_LazyRegisteredModel":
             try:
                 ModelRegistry.register_model(name, entry.load_model_cls())
-            except Exception as error:  # then vLLM finds out by itself, and says what is wrong
+            except Exception as error:  # then vLLM inspects it and raises
                 logger.debug("vLLM's %s was not imported: %s", name, error)
 
 
 @contextlib.contextmanager
 def without_kernel_warmup() -> Iterator[None]:
-    """Let the newer model runner compile a kernel of the sampler when something asks for it, not all of them at once.
+    """Let the newer model runner compile sampler kernels on first use instead of all at the start.
 
-    Filters, penalties, grammars and bad words take a quarter of a minute the first time, and rollouts have none. So
-    nobody is warned of a kernel that is compiled at its first use.
+    Kernels of filters, penalties, grammars and bad words take a quarter of a minute, and rollouts do not use them. The
+    warning about late compilation is disabled too.
     """
     nothing = [("vllm.v1.worker.gpu_worker", "warmup_kernels"), ("vllm.utils.jit_monitor", "activate")]
     with _replaced(dict.fromkeys(nothing, lambda *args, **kwargs: None)):
@@ -66,12 +66,12 @@ def without_kernel_warmup() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_changed_classes() -> Iterator[None]:
-    """Keep vLLM's Transformers backend from changing the class of a decoder, which the student has too.
+    """Keep vLLM's Transformers backend from changing the class of a decoder that the student shares.
 
-    vLLM runs an architecture that it has not written itself (OLMo, SmolLM3) with the code of transformers, and prepares
-    the decoder's class in place for torch.compile: another base class, `__init__` and `__call__`. No model of the class
-    could be built outside vLLM from then on. Without it vLLM does not compile such a decoder, which a rollout engine
-    asks for only where `compilation_config` does (see `decode_graph_args`).
+    vLLM runs architectures without its own implementation (OLMo, SmolLM3) with the code of transformers, and prepares
+    the decoder's class in place for torch.compile: another base class, `__init__` and `__call__`. Afterwards no model
+    of the class could be built outside of vLLM. Without this change vLLM does not compile such a decoder, which a
+    rollout engine requests only with `compilation_config` (see `decode_graph_args`).
     """
     decorator = ("vllm.model_executor.models.transformers.base", "support_torch_compile")
     with _replaced({decorator: lambda **kwargs: lambda cls: cls}):
@@ -80,7 +80,7 @@ def without_changed_classes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(values: dict[tuple[str, str], Any]) -> Iterator[None]:
-    """Give names of modules, each (module, name), other values; not every version of vLLM has all of them."""
+    """Replace names of modules, (module, name), by other values; names that this vLLM does not have are skipped."""
     with contextlib.ExitStack() as stack:
         for (path, name), value in values.items():
             with contextlib.suppress(ImportError):

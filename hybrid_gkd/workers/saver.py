@@ -1,4 +1,4 @@
-"""A worker's part of a checkpoint: written at once, or copied to the host and written behind the next steps."""
+"""Write a worker's part of a checkpoint at once, or copy it to the host and write it in the background."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from hybrid_gkd.student.trained_model import TrainedModel
 logger = logging.getLogger(__name__)
 
 STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
-"""Model -> the phase in which all of it is on the device."""
+"""Model -> phase in which all of its tensors are on the device."""
 Write = Callable[[Path], dict[str, FileSum]]
-"""Writes files into a folder; their checksums by name."""
+"""Function that writes files into a folder and returns their checksums by name."""
 
 
 class Saver:
-    """Saves and loads what a worker trains.
+    """Saves and loads the trained models of a worker.
 
     Args:
-        trained: by the name of its folder in a checkpoint; the actor as the last, whose turn follows.
-        behind: whether `take_snapshot` will be called, which needs memory on the host, page-locked beside a GPU.
+        trained: models by folder name in a checkpoint; the actor last, since its phases follow.
+        behind: reserve memory for `take_snapshot` on the host, page-locked on a GPU machine.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Saver:
     ):
         self._config, self._trained, self._residency = config, trained, residency
         self._snapshot: dict[str, Write] = {}
-        """By folder in the checkpoint."""
+        """Writers of the snapshot by folder in the checkpoint."""
         self._written: Future[tuple[dict[str, FileSum], float]] | None = None
         if behind:
             self._copies = HostCopies(locked=on_gpu)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
-            # Behind the first step: to take and to lock so much memory lasts seconds. The thread gets a number and not
-            # the models, since to name their weights frees those that a forward pass has gathered.
+            # In the background, since allocating and locking this memory takes seconds. The thread gets a size and not
+            # the models, since accessing their weights frees those that a forward pass has gathered.
             self._reserved = self._thread.submit(self._reserve, self._bytes_to_copy())
 
     def _bytes_to_copy(self) -> int:
@@ -71,12 +71,12 @@ class Saver:
         try:
             self._copies.reserve(num_bytes)
         except MemoryError as error:
-            logger.warning("checkpoints are copied to the host into memory that is not locked, slowly: %s", error)
+            logger.warning("checkpoints are copied to pageable host memory, which is slower: %s", error)
             self._copies = HostCopies(locked=False)
             self._copies.reserve(num_bytes)
 
     def save(self, folder: Path, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write at once; checksums of the files by path in the folder. Collective. Raises CheckpointError."""
+        """Write at once; return checksums of the files by path in the folder. Collective. Raises CheckpointError."""
         written: dict[str, FileSum] = {}
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name], changes=False)
@@ -92,8 +92,8 @@ class Saver:
             load_model(model, folder / name)
 
     def take_snapshot(self, tokenizer_path: str) -> None:
-        """Copy to the host what `save` would write. Collective. The one before has to be written."""
-        assert self._written is None, "the snapshot before is not written yet"
+        """Copy to the host what `save` would write. Collective. The previous snapshot must have been written."""
+        assert self._written is None, "the previous snapshot is not written yet"
         self._reserved.result(self._timeout.seconds)
         self._copies.clear()
         self._snapshot = {}
@@ -105,7 +105,7 @@ class Saver:
         self._copies.finish()
 
     def write_snapshot(self, folder: Path) -> None:
-        """Begin to write it, in a thread."""
+        """Start writing the snapshot in a thread."""
         self._written = self._thread.submit(self._write, folder)
 
     def _write(self, folder: Path) -> tuple[dict[str, FileSum], float]:
@@ -115,12 +115,15 @@ class Saver:
         return written, time.monotonic() - started
 
     def snapshot_written(self) -> bool:
-        """Whether it is. Raises as `finish_snapshot` if it failed."""
+        """Return whether the snapshot is written. Raises as `finish_snapshot` if writing failed."""
         assert self._written is not None
         return self._written.done() and bool(self._written.result())
 
     def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
-        """Wait until it is; checksums of its files by path in the folder, and seconds. Raises CheckpointError."""
+        """Wait for the snapshot; return checksums of its files by path in the folder, and seconds.
+
+        Raises CheckpointError.
+        """
         assert self._written is not None
         written, self._written = self._written, None
         try:
@@ -135,8 +138,10 @@ class Saver:
     def _gather_exports(
         self, tokenizer_path: str, to_host: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Write]]:
-        """Folder in the checkpoint -> what writes its Hugging Face export, one after the other; for rank 0 alone: the
-        others would list and read what it is writing. Collective."""
+        """Yield the folder and writer of each Hugging Face export, on rank 0 only. Collective.
+
+        The other ranks would list and read a folder that rank 0 is writing.
+        """
         arr = self._config.actor_rollout_ref
         section = arr.actor.checkpoint
         wanted = {"huggingface": section.save_hf_model, "huggingface_merged": section.save_merged}

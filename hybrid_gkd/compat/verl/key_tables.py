@@ -1,7 +1,7 @@
-"""Keys and values as verl's commands spell them: what each is here, as tables. config/spelling.py reads by them.
+"""Tables of verl's keys and values and their equivalents in `Config`, used by config/spelling.py.
 
-A key that `Config` has is looked up in VALUES alone. `*` stands for anything. docs/verl.md is made of the tables.
-readings.py has what a value is read as.
+A key of `Config` is looked up in VALUES only. `*` matches anything. docs/verl.md is generated from the tables.
+readings.py converts the values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), saved, "Whether hf_m
 TEACHER = f"{ARR}.teacher"
 
 TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
-"""Section of a model that is trained -> section of the folder that it starts from."""
+"""Section of a trained model -> section of the folder that it is loaded from."""
 
 TRAINED_VALUES: dict[str, dict[Any, Any]] = {
     "fsdp_config.model_dtype": {"bfloat16": "bf16", "float32": "fp32"},
@@ -77,7 +77,7 @@ VALUES: dict[str, Read] = {
         ("trainer.resume_from_path",), resume_from, "Null unless trainer.resume_mode=resume_path"
     ),
 }
-"""Keys of both with values that are spelled otherwise."""
+"""Keys of both programs with values that are spelled differently."""
 
 SECTIONS: dict[str, str] = {
     "critic.model.fsdp_config.": "critic.fsdp_config.",
@@ -91,7 +91,7 @@ SECTIONS: dict[str, str] = {
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
-"""Section of verl -> where its keys are here. They are looked up there, in `Config` and in the tables below."""
+"""Section of verl -> section here, in which its keys are looked up, in `Config` and in the tables below."""
 
 RENAMED: dict[str, Read] = {
     f"{CORRECTION}.rollout_is": Read(
@@ -160,11 +160,11 @@ RENAMED: dict[str, Read] = {
         ("trainer.max_actor_ckpt_to_keep",), one_checkpoint, "true is 1, false leaves it as it is"
     ),
 }
-"""Key of verl -> the key of `Config`."""
+"""Key of verl -> conversion to keys of `Config`."""
 
 
 def _of_trained(*names: str) -> tuple[str, ...]:
-    """Keys of every model that is trained; those that begin with `model.` are of the folder that it starts from."""
+    """Return the keys of every trained model; those that begin with `model.` are in the section of its folder."""
     return tuple(
         f"{model}.{name.removeprefix('model.')}" if name.startswith("model.") else f"{section}.{name}"
         for section, model in TRAINED.items() for name in names
@@ -177,93 +177,93 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "sequences are always packed, without padding": _of_trained(
         "model.use_remove_padding", "use_remove_padding", "pad_to_length", "fsdp_config.pad_to_length*"
     ),
-    "log-probabilities and entropy always come from a fused head, chunk by chunk, without the logits of a sequence": (
+    "log-probabilities and entropy are always computed by a fused head in chunks, without the logits of a sequence": (
         *_of_trained("model.use_fused_kernels", "use_fused_kernels", "model.fused_kernel_options.*", "model.use_liger"),
         f"{ARR}.actor.calculate_entropy", "distillation.use_chunked_topk", "distillation.chunked_topk_chunk_size",
         *(f"{ARR}.{section}{name}" for section in ("actor.", "ref.", "actor.fsdp_config.") for name in ENTROPY),
     ),
-    f"passes for log-probabilities are cut as those of the update ({ARR}.actor.use_dynamic_bsz and its limits)": tuple(
+    f"log-probabilities are computed in the micro-batches of the update ({ARR}.actor.use_dynamic_bsz)": tuple(
         f"{ARR}.{role}.log_prob_{name}" for role in ("rollout", "ref")
         for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     ),
-    "gradients stay on the GPU only while a batch is trained, and what FSDP2 gathers is planned with the memory": (
+    "gradients are on the GPU only during an update, and FSDP2's gathered parameters are part of the memory plan": (
         _of_trained(
             "fsdp_config.grad_offload", "fsdp_config.offload_policy", "fsdp_config.forward_prefetch",
             "fsdp_config.use_orig_params", "fsdp_config.wrap_policy.*", "fsdp_config.strategy",
             "fsdp_config.use_torch_compile", "model.enable_activation_offload",
         )
     ),
-    "a worker holds whole sequences, without sequence parallelism": ("*.ulysses_sequence_parallel_size",),
-    "the critic's values are computed in micro-batches as those of its update, of prompts that are tokens already": (
+    "a worker has whole sequences, without sequence parallelism": ("*.ulysses_sequence_parallel_size",),
+    "the critic's values are computed in the micro-batches of its update, from token ids": (
         "critic.forward_*", "critic.model.tokenizer_path", "critic.rollout_n",
     ),
     "a critic is saved with the student": ("critic.checkpoint.contents", "critic.checkpoint.save_contents"),
-    "the reference policy is sharded and computed as the student is, and waits on the host between its passes": (
+    "the reference policy is sharded and computed like the student, and offloaded between its passes": (
         f"{ARR}.ref.fsdp_config.*", f"{ARR}.ref.param_offload", f"{ARR}.ref.strategy", f"{ARR}.ref.use_torch_compile",
     ),
-    "the workers that train compute the reward model, sharded, and it waits on the host between its passes": (
+    "the training workers compute the reward model, sharded, and offload it between its passes": (
         "reward_model.model.fsdp_config.*", "reward_model.param_offload", "reward_model.model.use_*",
         "reward_model.rollout.*", *(f"reward_model.{name}" for name in ("enable_resource_pool", "n_gpus_*", "nnodes")),
     ),
-    "a reward model's micro-batches are cut by reward_model.forward_max_token_len_per_gpu": (
+    "a reward model's micro-batches are limited by reward_model.forward_max_token_len_per_gpu": (
         "reward_model.micro_batch_size*", "reward_model.use_dynamic_bsz",
     ),
-    "texts are encoded anew where the reward model's tokenizer or chat template is not the student's": (
+    "texts are tokenized again if the reward model's tokenizer or chat template differs from the student's": (
         "reward_model.model.input_tokenizer",
     ),
     "the rollout engine gets the student's weights before its first step, parameter by parameter": (
         f"{ARR}.rollout.load_format", f"{ARR}.rollout.layered_summon", f"{ARR}.rollout.checkpoint_engine.*",
         f"{ARR}.rollout.multi_stage_wake_up",
     ),
-    "files are read where they are": ("data.use_shm", *_of_trained("model.use_shm")),
+    "files are read in place": ("data.use_shm", *_of_trained("model.use_shm")),
     "generation has one mode: requests to the engine in the worker's process": (
         f"{ARR}.rollout.mode", f"{ARR}.rollout.agent.num_workers", f"{ARR}.rollout.micro_batch_size",
         f"{ARR}.rollout.disable_log_stats", f"{ARR}.rollout.skip_tokenizer_init", f"{ARR}.rollout.calculate_log_probs",
     ),
-    "the engine gets weights with the adapters merged into them": (f"{ARR}.model.lora.merge",),
-    "how vLLM schedules and caches changes no answer; engine_kwargs.vllm hands it arguments": (
+    "the engine gets weights with merged adapters": (f"{ARR}.model.lora.merge",),
+    "vLLM's scheduling and caching do not change responses; engine_kwargs.vllm sets its arguments": (
         f"{ARR}.rollout.enable_chunked_prefill", f"{ARR}.rollout.enable_prefix_caching",
         f"{ARR}.rollout.scheduling_policy",
     ),
     "for another engine than vLLM": (f"{ARR}.rollout.engine_kwargs.sglang.*", f"{ARR}.rollout.engine_kwargs.trtllm.*"),
-    "prompts are read and turned into tokens once, before the first step": (
+    "prompts are read and tokenized once, before the first step": (
         "data.return_*", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
     ),
-    "validation asks all prompts at once and does not depend on their order": (
+    "validation generates for all prompts at once and does not depend on their order": (
         "data.val_batch_size", "data.validation_shuffle",
     ),
     "the schedule is as long as the run": _of_trained("optim.total_training_steps"),
-    "orders are decided by data.seed and actor_rollout_ref.rollout.seed": _of_trained(
+    "random orders depend on data.seed and actor_rollout_ref.rollout.seed": _of_trained(
         "data_loader_seed", "fsdp_config.seed"
     ),
-    "a checkpoint is written while training goes on where hosts have the memory": _of_trained("checkpoint.async_save"),
-    "a checkpoint is loaded whole, and its files are checked before": _of_trained("checkpoint.load_contents"),
-    "the local teacher service chooses how it scores; distillation.temperature is for student and teacher": tuple(
+    "checkpoints are written in the background if hosts have the memory": _of_trained("checkpoint.async_save"),
+    "a checkpoint is loaded completely, after its files are verified": _of_trained("checkpoint.load_contents"),
+    "the local teacher service configures its scoring; distillation.temperature is for student and teacher": tuple(
         f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
         for name in ("inference.*", "key")
     ),
-    "a local teacher takes the GPUs that it wants of those that no worker needs, or shares the workers'": (
+    "a local teacher uses GPUs that no worker needs, or shares the workers'": (
         "distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_model.n_gpus_per_node",
         "distillation.teacher_model.nnodes", "distillation.teacher_model.enable_resource_pool",
         "distillation.num_workers",
     ),
-    "rewards are computed while other answers are still generated, and are in the metrics": (
+    "rewards are computed during generation, and are in the metrics": (
         "reward_model.launch_reward_fn_async", "reward_model.overlong_buffer.log",
         "reward_model.reward_kwargs.overlong_buffer_cfg.log",
     ),
     "one teacher scores every row": ("distillation.teacher_key",),
-    "what a run writes is in its folder: generations.jsonl, metrics.jsonl, trace.json": (
+    "a run writes to its folder: generations.jsonl, metrics.jsonl, trace.json": (
         "trainer.rollout_data_dir", "trainer.validation_data_dir", "ray_kwargs.timeline_json_file",
         "ray_init.timeline_json_file",
     ),
-    "a checkpoint holds all models, and trainer.max_actor_ckpt_to_keep counts it": ("trainer.max_critic_ckpt_to_keep",),
+    "a checkpoint has all models, and trainer.max_actor_ckpt_to_keep counts it": ("trainer.max_critic_ckpt_to_keep",),
     "there is one implementation of the workers": ("trainer.use_legacy_worker_impl", "trainer.use_v1"),
-    "timeouts have keys of their own (docs/running.md)": ("trainer.ray_wait_register_center_timeout",),
-    "trainer.grace_period is the time to end in": ("trainer.esi_redundant_time",),
+    "timeouts have other keys (docs/running.md)": ("trainer.ray_wait_register_center_timeout",),
+    "trainer.grace_period is the time to end a run": ("trainer.esi_redundant_time",),
     "Ray counts the GPUs, and its workers run in this program's Python": (
         "ray_init.num_gpus", "ray_init.runtime_env.*",
     ),
-    "read only with a switch that is off": (
+    "only used with a disabled feature": (
         *_of_trained("profiler.*", "qat.*", "fsdp_config.qat.*", "model.mtp.*", "model.tiled_mlp.*"),
         f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.rollout.profiler.*", f"{ARR}.ref.profiler.*",
         f"{ARR}.actor.router_replay.*", "global_profiler.*", "transfer_queue.*", "skip.*", "trainer.v1.*",
@@ -272,13 +272,13 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     ),
     "for Hydra": ("hydra.*",),
 }
-"""Reason -> keys of verl that have no meaning here, whatever their value."""
+"""Reason -> keys of verl without effect here, for any value."""
 
 NOTHING = (None, False, "", 0, -1)
-FSDP2_ALONE = "models are trained by FSDP2 alone"
+FSDP2_ALONE = "models are trained with FSDP2 only"
 ADAMW = "the optimizer is torch's AdamW"
 PROFILER = "trainer.profile_steps runs torch's profiler"
-LANGUAGE_ONLY = "prompts are text only: rows with images or sound would lose them"
+LANGUAGE_ONLY = "prompts are text only: images and sound would be lost"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     **{
         key: only for names, only in {
@@ -292,72 +292,72 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
             ("optim.override_optimizer_config",): (NOTHING, ADAMW),
             ("optim.num_cycles",): ((0.5,), "cosine falls once, to min_lr_ratio"),
             ("optim.zero_indexed_step",): ((True,), "the first step of a warm-up has a rate above 0"),
-            ("shuffle",): (NOTHING, "mini-batches come in the order of the batch, which data.shuffle decides"),
+            ("shuffle",): (NOTHING, "mini-batches have the order of the batch, see data.shuffle"),
             ("model.external_lib",): (NOTHING, "no module is imported; trust_remote_code runs code of the folder"),
             ("model.hf_config_path",): (NOTHING, "the configuration is that of the model's folder"),
             ("fsdp_config.full_determinism",): (NOTHING, "the same seeds give the same orders and samples"),
             ("qat.enable", "fsdp_config.qat.enable"): (NOTHING, "weights are not quantized"),
             ("profiler.enable",): (NOTHING, PROFILER),
-            ("model.mtp.enable",): (NOTHING, "layers for several tokens at once are not trained"),
-            ("model.tiled_mlp.enabled",): (NOTHING, "the MLP is computed whole"),
+            ("model.mtp.enable",): (NOTHING, "multi-token prediction layers are not trained"),
+            ("model.tiled_mlp.enabled",): (NOTHING, "the MLP is not tiled"),
         }.items() for key in _of_trained(*names)
     },
     f"{ARR}.actor.router_replay.mode": (("disabled",), "routing is not recorded"),
-    f"{ARR}.model.custom_chat_template": (NOTHING, "the template is that of the tokenizer: give a tokenizer_path"),
-    f"{ARR}.rollout.ignore_eos": (NOTHING, "an answer ends where the student ends it"),
+    f"{ARR}.model.custom_chat_template": (NOTHING, "the template is that of the tokenizer: set tokenizer_path"),
+    f"{ARR}.rollout.ignore_eos": (NOTHING, "a response ends with the end-of-sequence token"),
     f"{ARR}.rollout.do_sample": ((True,), "training needs samples of the student's distribution"),
     f"{ARR}.rollout.logprobs_mode": (("processed_logprobs",), "log-probabilities are those of the sampled policy"),
     f"{ARR}.rollout.data_parallel_size": ((1, None), "every group of tensor_model_parallel_size workers is one engine"),
     f"{ARR}.rollout.expert_parallel_size": ((1, None), "engine_kwargs.vllm.enable_expert_parallel=true is vLLM's key"),
-    f"{ARR}.rollout.pipeline_model_parallel_size": ((1, None), "an engine is cut by tensor_model_parallel_size alone"),
+    f"{ARR}.rollout.pipeline_model_parallel_size": ((1, None), "an engine supports tensor_model_parallel_size only"),
     f"{ARR}.rollout.cudagraph_capture_sizes": (NOTHING, "engine_kwargs.vllm.compilation_config is vLLM's key"),
-    f"{ARR}.rollout.quantization*": (NOTHING, "the engine holds the student's own weights"),
-    f"{ARR}.rollout.over_sample_rate": (NOTHING, "every answer that is begun is trained on"),
+    f"{ARR}.rollout.quantization*": (NOTHING, "the engine has the student's own weights"),
+    f"{ARR}.rollout.over_sample_rate": (NOTHING, "every started response is trained on"),
     f"{ARR}.rollout.enable_rollout_routing_replay": (NOTHING, "routing is not recorded"),
     f"{ARR}.rollout.nnodes": (NOTHING, f"{ARR}.hybrid_engine=false with rollout.nnodes gives the engine its own pool"),
-    f"{ARR}.rollout.multi_turn.enable": (NOTHING, "an answer is one turn"),
+    f"{ARR}.rollout.multi_turn.enable": (NOTHING, "a response is one turn"),
     f"{ARR}.rollout.trace.backend": (NOTHING, "trace.json has the spans of every run"),
-    f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "an answer is one turn"),
-    f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
-    f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are to the student that drew the answers, as it is computed here"),
+    f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "a response is one turn"),
+    f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "a response is one turn"),
+    f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are relative to the student's recomputed log-probabilities"),
     f"{CORRECTION}.loss_type": (("ppo_clip",), "is for the bypass mode"),
-    "critic.enable": ((None,), "there is a critic where algorithm.adv_estimator needs one"),
+    "critic.enable": ((None,), "there is a critic if algorithm.adv_estimator needs one"),
     "critic.model.lora_rank": (NOTHING, "all weights of the critic are trained"),
-    "algorithm.use_pf_ppo": (NOTHING, "samples are not weighted anew"),
+    "algorithm.use_pf_ppo": (NOTHING, "samples are not reweighted"),
     "data.image_key": (NOTHING, LANGUAGE_ONLY),
     "data.video_key": (NOTHING, LANGUAGE_ONLY),
     "data.audio_key": (NOTHING, LANGUAGE_ONLY),
     "data.custom_cls.*": (NOTHING, "prompts are files of rows: see data.train_files"),
-    "data.sampler.*": (NOTHING, "the order is data.shuffle's"),
-    "data.train_max_samples": (NOTHING, "all rows are used: cut the file"),
-    "data.val_max_samples": (NOTHING, "all rows are used: cut the file"),
+    "data.sampler.*": (NOTHING, "the order is set by data.shuffle"),
+    "data.train_max_samples": (NOTHING, "all rows are used: shorten the file"),
+    "data.val_max_samples": (NOTHING, "all rows are used: shorten the file"),
     "distillation.policy_loss_mode": (("vanilla",), "the policy gradient is PPO's clipped loss"),
     "global_profiler.tool": (NOTHING, PROFILER),
     "global_profiler.steps": (NOTHING, PROFILER),
     "model_engine": (("dp", "fsdp"), FSDP2_ALONE),
-    "reward_model.strategy": (("fsdp", "fsdp2"), "models are sharded by FSDP2 alone"),
+    "reward_model.strategy": (("fsdp", "fsdp2"), "models are sharded with FSDP2 only"),
     **{
         f"reward_model.reward_manager{name}": (
-            ("naive", "batch", "prime", "dapo"), "rewards are computed in processes of their own; reward.custom_reward_"
-            "function is a function of yours"
+            ("naive", "batch", "prime", "dapo"), "rewards are computed in separate processes; reward.custom_reward_"
+            "function is your own function"
         ) for name in ("", ".name")
     },
-    "reward_model.sandbox_fusion.url": (NOTHING, "no code is run for a reward; a function of your own may have it run"),
-    "skip.*.enable": (NOTHING, "rollouts are not kept for a later run"),
+    "reward_model.sandbox_fusion.url": (NOTHING, "no code is run for a reward; a custom function may run it"),
+    "skip.*.enable": (NOTHING, "rollouts are not reused by later runs"),
     "trainer.default_hdfs_dir": (NOTHING, "checkpoints are written to trainer.default_local_dir"),
     "trainer.del_local_ckpt_after_load": (NOTHING, "trainer.max_actor_ckpt_to_keep removes old checkpoints"),
     "trainer.v1.trainer_mode": (("sync",), "trainer.scheduler lets generation run ahead of the update"),
-    "transfer_queue.enable": (NOTHING, "sequences go from worker to worker through Ray"),
+    "transfer_queue.enable": (NOTHING, "sequences are transferred through Ray"),
 }
-"""Key of verl -> its values that ask for what is done here anyway, and what is said of any other value."""
+"""Key of verl -> its values that match the behaviour here, and the message for any other value."""
 
 REFUSED: dict[str, str] = {
     f"{section}.{engine}.*": FSDP2_ALONE
     for section in (f"{ARR}.*", "critic", "reward_model") for engine in ("megatron", "veomni")
 }
-"""Key of verl -> why it is refused, whatever its value."""
+"""Key of verl -> reason why it is rejected, for any value."""
 
 TABLES: tuple[Mapping[str, Any], ...] = (
     VALUES, RENAMED, ONLY, REFUSED, {key: reason for reason, keys in ACCEPTED.items() for key in keys}
 )
-"""In the order in which a key is looked up."""
+"""Tables in the order of lookup."""

@@ -1,13 +1,13 @@
-"""Decode steps that cost the host little: a short path through vLLM's scheduler for rollouts.
+"""Fast scheduling of decode steps for rollouts in vLLM, with little work on the host.
 
-vLLM's scheduler decides anew in every step what each sequence may compute, which costs more time than the GPU needs for
-a small model. In most steps of a rollout there is nothing to decide: nothing can be admitted, the KV cache has room,
-and every running sequence computes one token. `engine_args` gives an engine a subclass of its scheduler that does these
-steps itself, changes the state that vLLM's own code would change, and leaves every other step to it. Tokens come out of
-the scheduler once per sequence, when it ends; log-probabilities are kept as numbers and taken with `take_logprobs`.
+vLLM's scheduler decides in every step what each sequence may compute, which takes longer than the GPU needs for a small
+model. In most steps of a rollout there is nothing to decide: no sequence can be admitted, the KV cache has room, and
+every running sequence computes one token. `engine_args` gives an engine a subclass of its scheduler that handles these
+steps itself, with the same state changes as vLLM's code, and leaves all other steps to vLLM. The scheduler outputs
+tokens once per sequence, at its end; log-probabilities are kept as numbers and returned by `take_logprobs`.
 
-With and without asynchronous scheduling and with both model runners. With a version in which nobody has compared the
-tokens, and in an engine that does more than a rollout needs, the scheduler is vLLM's, and a warning says why.
+It works with and without asynchronous scheduling and with both model runners. For untested versions of vLLM, and for
+engines with features beyond rollouts, vLLM's scheduler is used, and a warning gives the reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 logger = logging.getLogger(__name__)
 
 LEFT = "rollout engine: vLLM schedules every step itself, which is slower: %s"
-TRIED = ((0, 26), (0, 32))
-"""Versions of vLLM whose tokens were compared, by tests/same_tokens.py: 0.26 on a GPU, 0.32 on the CPU."""
+TESTED_VERSIONS = ((0, 26), (0, 32))
+"""Versions of vLLM whose tokens were compared by tests/same_tokens.py: 0.26 on a GPU, 0.32 on the CPU."""
 NEEDED = (
     "running", "requests", "kv_cache_manager", "kv_cache_config", "max_model_len", "max_num_running_reqs",
     "max_num_scheduled_tokens", "current_step", "sched_step_seq", "processed_step_seq", "defer_block_free",
@@ -33,17 +33,19 @@ NEEDED = (
     "prev_step_scheduled_req_ids", "get_request_counts", "_inflight_prefills", "_pause_state", "_free_request",
     "_drain_deferred_frees", "_get_new_block_ids_to_zero",
 )
-"""What the short path uses of vLLM's scheduler."""
+"""Attributes of vLLM's scheduler that the fast path uses."""
 STEPS_IN_FLIGHT = 3
-"""At least as many as vLLM computes at a time, without pipeline parallelism."""
+"""Upper bound of vLLM's steps in flight, without pipeline parallelism."""
 
 
 def engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for the short path; none, and a warning, where this vLLM was not tried.
+    """Return arguments of `vllm.LLM` for the fast path; empty, with a warning, if this vLLM was not tested.
 
-    Or where `given`, the arguments of the user, have a scheduler.
+    Also empty if `given`, the arguments of the user, have a scheduler.
     """
-    reason = "engine_kwargs.vllm.scheduler_cls is given" if "scheduler_cls" in given else vllm_compat.untried(TRIED)
+    reason = vllm_compat.untested_reason(TESTED_VERSIONS)
+    if "scheduler_cls" in given:
+        reason = "engine_kwargs.vllm.scheduler_cls is given"
     if reason is None:
         try:
             _parts_of_vllm()
@@ -52,21 +54,22 @@ def engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
     if reason is not None:
         logger.warning(LEFT, reason)
         return {}
-    # vLLM says of every class but its own that it may not fit and is not asynchronous; this one was tried, and is.
+    # vLLM warns that custom schedulers may be incompatible and not asynchronous; this one was tested, and is.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
     return {"scheduler_cls": RolloutScheduler}
 
 
 def short_path(engine: Any) -> Any:
-    """The scheduler of an engine (vLLM's LLMEngine, in this process) if it has the short path, else None."""
+    """Return the scheduler of an engine (vLLM's LLMEngine, in this process) if it has the fast path, else None."""
     scheduler = engine.engine_core.engine_core.scheduler
-    return scheduler if isinstance(scheduler, DecodeSteps) else None
+    return scheduler if isinstance(scheduler, FastDecodeScheduler) else None
 
 
 class RolloutScheduler:
-    """For vLLM's argument `scheduler_cls`: makes vLLM's scheduler with the short path, or, and a warning, without.
+    """Factory for vLLM's argument `scheduler_cls`: makes vLLM's scheduler with the fast path or, with a warning,
+    without it.
 
-    It is chosen here because vLLM takes one class before it knows whether it schedules asynchronously.
+    vLLM takes one class before it decides about asynchronous scheduling, so the base class is chosen here.
     """
 
     def __new__(cls, vllm_config: Any, **arguments: Any) -> Any:
@@ -78,7 +81,8 @@ class RolloutScheduler:
         except AttributeError as error:
             reason = f"this vLLM is built differently: {error}"
         if reason is None:
-            scheduler = type(f"Decode{base.__name__}", (DecodeSteps, base), {"vllm": base})(vllm_config, **arguments)
+            fast = type(f"Decode{base.__name__}", (FastDecodeScheduler, base), {"vllm": base})
+            scheduler = fast(vllm_config, **arguments)
             missing = [name for name in NEEDED if not hasattr(scheduler, name)]
             if not missing:
                 scheduler.begin(vllm)
@@ -89,7 +93,7 @@ class RolloutScheduler:
 
 
 def _parts_of_vllm() -> SimpleNamespace:
-    """What the short path takes from vLLM. Raises ImportError."""
+    """Return the parts of vLLM that the fast path uses. Raises ImportError."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -110,7 +114,7 @@ def _parts_of_vllm() -> SimpleNamespace:
 def _unusual(
     config: Any, *, kv_cache_config: Any, include_finished_set: bool, log_stats: bool, **arguments: Any
 ) -> list[str]:
-    """Name the features of a scheduler made with these arguments that the short path does not support."""
+    """Return the names of used features that the fast path does not support."""
     of_experts = (config.model_config, getattr(config, "aux_output_config", None))  # in 0.26, and in 0.32
     features = {
         "speculative decoding": config.speculative_config is not None,
@@ -128,13 +132,13 @@ def _unusual(
     return [name for name, used in features.items() if used]
 
 
-class DecodeSteps:
+class FastDecodeScheduler:
     """Methods for a subclass of vLLM's Scheduler or AsyncScheduler, which is their attribute `vllm`."""
 
     vllm: Any
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:
-        """Set up the state of the short path, once, with `_parts_of_vllm`."""
+        """Set up the state of the fast path, once, with `_parts_of_vllm`."""
         self._unpaused, self._running_status = vllm.PauseState.UNPAUSED, vllm.RequestStatus.RUNNING
         self._cached_data, self._output = vllm.CachedRequestData, vllm.SchedulerOutput
         self._check_stop, self._remove_all = vllm.check_stop, vllm.remove_all
@@ -144,20 +148,20 @@ class DecodeSteps:
         self._num_groups, self._caches = len(groups), self.kv_cache_manager.enable_caching
         self._block = groups[0].kv_cache_spec.block_size
         if len(groups) > 1 or type(groups[0].kv_cache_spec) is not vllm.FullAttentionSpec:
-            self._block = 1  # blocks also leave, as the window moves on: vLLM has to look at every token
+            self._block = 1  # sliding windows also free blocks: vLLM must handle every token
         self._full_updates = 0
-        """Outputs under way that vLLM's own code has to take: a sequence in them has lost its place."""
+        """Outputs in flight that vLLM's own code must process, since a sequence in them was preempted."""
         self._refused_at: int | None = None
-        """Free blocks when the first sequence that waits did not fit."""
+        """Free blocks when the first waiting sequence did not fit."""
         self._finished_logprobs: dict[str, list[float]] = {}
         self.short_steps = self.full_steps = 0
 
     def take_logprobs(self: Any, request_id: str) -> np.ndarray:
-        """Of a finished request, by the id that its caller gave it: its tokens' log-probabilities, float32 [R]."""
+        """Return the log-probabilities of a finished request's tokens, float32 [R], by the caller's request id."""
         return np.asarray(self._finished_logprobs.pop(request_id), np.float32)
 
     def add_request(self: Any, request: Any) -> None:
-        """vLLM's `add_request`; the request carries what the short path asks in every step."""
+        """Replace vLLM's `add_request`: store on the request what the fast path checks in every step."""
         sampling = request.sampling_params
         request.rollout_stops = frozenset([sampling.eos_token_id, *(sampling.stop_token_ids or ())])
         request.rollout_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
@@ -167,7 +171,7 @@ class DecodeSteps:
         self.vllm.add_request(self, request)
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's `schedule`."""
+        """Replace vLLM's `schedule`."""
         due = self._due()
         if due is not None:
             self.short_steps += 1
@@ -184,7 +188,7 @@ class DecodeSteps:
         return output
 
     def _due(self: Any) -> list[Any] | None:
-        """The requests that compute a token in this step; None where vLLM has to decide."""
+        """Return the requests that compute a token in this step; None if vLLM must decide."""
         running, free = self.running, self.kv_cache_manager.block_pool.get_num_free_blocks()
         if (
             not running
@@ -194,7 +198,7 @@ class DecodeSteps:
             or len(running) > self.max_num_scheduled_tokens
         ):
             return None
-        is_refused = self._refused_at is not None and free <= self._refused_at  # what waits does not fit
+        is_refused = self._refused_at is not None and free <= self._refused_at  # waiting sequences do not fit
         if self.get_request_counts()[1] and len(running) < self.max_num_running_reqs and not is_refused:
             return None
         last, due = self.max_model_len - 1, []
@@ -212,10 +216,10 @@ class DecodeSteps:
         return due
 
     def _cache_written_blocks(self: Any) -> None:
-        """Give the prefix cache the blocks that short steps have filled: it has what vLLM's own steps would have given.
+        """Add blocks filled by fast steps to the prefix cache, as vLLM's own steps would have done.
 
-        Only vLLM's steps look into it. So a sequence that ends in a short step leaves its prompt there and not its
-        response, whose blocks are the first to be used again.
+        Only vLLM's steps use the cache. A sequence that ends in a fast step therefore leaves its prompt there, but not
+        its response, whose blocks are the first to be reused.
         """
         for request in self.running:
             request.update_block_hashes()
@@ -260,18 +264,19 @@ class DecodeSteps:
         return output
 
     def _next_block(self: Any, request: Any) -> Any:
-        """Ids of the blocks that a request's next token begins, of every group of KV caches; None without any."""
+        """Return the ids of blocks that begin with a request's next token, for every group of KV caches; None without
+        any."""
         position, manager = request.num_computed_tokens, self.kv_cache_manager
-        if self._block > 1:  # what `allocate_slots` would look at has been looked at
+        if self._block > 1:  # the checks of `allocate_slots` are already done
             found = manager.coordinator.allocate_new_blocks(request.request_id, position + 1, position + 1)
             return tuple([block.block_id for block in blocks] for blocks in found)
         allocated = manager.allocate_slots(request, 1, delay_cache_blocks=True)
         if allocated is None:
-            raise RuntimeError(f"no KV cache block for {request.request_id}, though there were free ones")
+            raise RuntimeError(f"no KV cache block for {request.request_id}, although there were free ones")
         return allocated.get_block_ids(allow_none=True)
 
     def update_from_output(self: Any, scheduled: Any, computed: Any) -> Any:
-        """vLLM's `update_from_output`."""
+        """Replace vLLM's `update_from_output`."""
         is_short = getattr(scheduled, "is_short", False)
         if not is_short or self._full_updates or computed.num_nans_in_logits or computed.kv_connector_output:
             self._full_updates = max(0, self._full_updates - 1)
@@ -287,7 +292,7 @@ class DecodeSteps:
         return {0: self._core_outputs(outputs=finished)} if finished else {}
 
     def _append_tokens(self: Any, scheduled: Any, computed: Any) -> tuple[list[Any], set[Any]]:
-        """Give every request its token; outputs of those that end with it, and their requests."""
+        """Append each request's token; return outputs of finished requests, and these requests."""
         tokens, index, running, ahead = (
             computed.sampled_token_ids, computed.req_id_to_index, self._running_status, self._ahead
         )  # fmt: skip
@@ -319,7 +324,7 @@ class DecodeSteps:
         return finished, stopped
 
     def _keep_unfinished(self: Any, requests: dict[str, Any], found: Any) -> Any:
-        """What vLLM's own code has put out, without the requests that go on."""
+        """Return the outputs of vLLM's own code without those of unfinished requests."""
         for outputs in found.values():
             ended = []
             for output in outputs.outputs:
@@ -335,7 +340,7 @@ class DecodeSteps:
         return found
 
     def _keep_logprobs(self: Any, request: Any) -> None:
-        """Until the caller of a request that has ended takes them."""
+        """Keep a finished request's log-probabilities until its caller takes them."""
         if request.rollout_logprobs:
-            given = request.request_id.partition("-")[0]  # vLLM has put a number behind the id of the caller
+            given = request.request_id.partition("-")[0]  # vLLM appends a number to the caller's id
             self._finished_logprobs[given] = request.rollout_logprobs

@@ -1,4 +1,5 @@
-"""Is this the right teacher? It has the student's tokens, chat template and ends, and is sure of its own answers."""
+"""Check that tokenizer, chat template and end-of-text tokens of teacher and student match, and that the teacher assigns
+a high probability to its own completions."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from concurrent.futures import wait
 import numpy as np
 
 from hybrid_gkd.data.prompts import tokenize_chats
-from hybrid_gkd.errors import DataError, TeacherMismatch, naming
+from hybrid_gkd.errors import DataError, TeacherMismatch, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
@@ -23,17 +24,17 @@ from hybrid_gkd.types import Reading
 logger = logging.getLogger(__name__)
 
 NUM_PROMPTS, NUM_TOKENS = 4, 8
-"""Of the answers that the teacher writes to itself, a token of each at a time."""
-UNSURE = -1.5
-"""Mean log-probability of the most likely token, nats, below which a teacher cannot mean what it says."""
-LONGEST_SHOWN = 200
-"""Characters of a prompt in a message."""
+"""Completions that the teacher generates for the check, and tokens of each."""
+LOW_CONFIDENCE = -1.5
+"""Mean log-probability of the teacher's most likely token, nats, below which a warning is logged."""
+MAX_SHOWN = 200
+"""Maximum number of characters of a prompt in a message."""
 SCORES_SECONDS = 10.0
-"""For these answers; what takes longer is left out."""
+"""Timeout for scoring these completions; what takes longer is left out."""
 
 
-def fit(facts: Facts) -> str:
-    """Teacher and student have the same tokens. Warns where their chat templates or ends of an answer differ."""
+def check_compatibility(facts: Facts) -> str:
+    """Check that teacher and student have the same tokens; warn if chat templates or end-of-text tokens differ."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     if not config.distillation.enabled:
         return "no teacher"
@@ -42,8 +43,9 @@ def fit(facts: Facts) -> str:
             facts.settings[TEACHER_PATH] = stored.model.model
         if facts.num_ids is not None and stored.num_ids > facts.num_ids:
             raise TeacherMismatch(
-                f"{section.cache} has scores of {stored.num_ids} ids, and the student's embedding {facts.num_ids} rows "
-                "for tokens: score the answers for this student (python -m hybrid_gkd.teacher score --student)"
+                f"{section.cache} has scores of {stored.num_ids} ids, but the student's embedding has only "
+                f"{facts.num_ids} rows for tokens: score the completions for this student "
+                "(python -m hybrid_gkd.teacher score --student)"
             )
         check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=True)
         return f"{stored} has the student's vocabulary"
@@ -54,8 +56,8 @@ def fit(facts: Facts) -> str:
         found = {TEACHER_PATH: model.model}
         facts.settings |= found
         changed = accepted_changes(facts.resumption, config.trainer, found) if facts.resumption is not None else []
-        compare(facts, model.model, model.chat_template, list(model.stop_token_ids))
-        return "\n".join([f"{model.model} scores what the student will write", *changed])
+        check_ends_and_template(facts, model.model, model.chat_template, list(model.stop_token_ids))
+        return "\n".join([f"{model.model} scores the student's completions", *changed])
     own, path = facts.teacher_tokenizer, section.model.path
     assert path is not None
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
@@ -68,42 +70,42 @@ def fit(facts: Facts) -> str:
     theirs, ours = special_tokens(own), special_tokens(facts.tokenizer)
     if differ := [f"{name}: {theirs[name]!r}, {ours[name]!r}" for name in ours if theirs[name] != ours[name]]:
         logger.warning(
-            "the vocabulary is the same, and its special tokens differ (teacher %s, student %s): %s; prompts and "
-            "answers have the student's", path, config.actor_rollout_ref.model.path, "; ".join(differ),
+            "same vocabulary, but different special tokens (teacher %s, student %s): %s; the student's are used for "
+            "prompts and completions", path, config.actor_rollout_ref.model.path, "; ".join(differ),
         )  # fmt: skip
-    with naming(TEACHER_PATH):
+    with prefix_errors(TEACHER_PATH):
         ends = stop_token_ids(path, own)
-    compare(facts, path, own.chat_template, ends)
+    check_ends_and_template(facts, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"
 
 
-def compare(facts: Facts, teacher: str, template: str | None, ends: list[int]) -> None:
-    """Warn where the teacher's chat template or the tokens that end its answers are not the student's.
+def check_ends_and_template(facts: Facts, teacher: str, template: str | None, ends: list[int]) -> None:
+    """Warn if the teacher's chat template or end-of-text tokens differ from the student's.
 
-    `ends` is empty where a service does not say. Raises TeacherMismatch where no token ends the answers of both.
+    `ends` is empty if a service does not report them. Raises TeacherMismatch if no token ends the completions of both.
     """
     section, student = facts.config.actor_rollout_ref.teacher, facts.config.actor_rollout_ref.model.path
     if not section.check_fit or not ends:
         return
     own, theirs = (f"{ids} {facts.tokenizer.convert_ids_to_tokens(ids)}" for ids in (facts.stop_token_ids, ends))
-    differ = f"the teacher {teacher} ends its answers with the tokens {theirs}, the student {student} with {own}"
+    differ = f"the teacher {teacher} ends its completions with the tokens {theirs}, the student {student} with {own}"
     if not set(ends) & set(facts.stop_token_ids):
         raise TeacherMismatch(
-            f"actor_rollout_ref.teacher: {differ}: the student would learn never to end; "
-            "actor_rollout_ref.teacher.check_fit=false trains all the same"
+            f"actor_rollout_ref.teacher: {differ}: the student would learn to never end its completions; "
+            "actor_rollout_ref.teacher.check_fit=false skips this check"
         )
     if set(ends) != set(facts.stop_token_ids):
-        logger.warning("%s; where the teacher does not expect the student's, answers grow", differ)
-    shown = behind(facts, None), behind(facts, template)
+        logger.warning("%s; completions may grow longer during training", differ)
+    shown = rendered_first_prompt(facts, None), rendered_first_prompt(facts, template)
     if section.chat_template is None and shown[0] != shown[1]:
         logger.warning(
-            "the chat templates differ: the teacher %s will see %r, as the student %s does, and knows %r; "
-            "actor_rollout_ref.teacher.chat_template gives it its own", teacher, shown[0], student, shown[1],
+            "the chat templates differ: the teacher %s will read %r, as the student %s does; its own template gives "
+            "%r (set actor_rollout_ref.teacher.chat_template to use it)", teacher, shown[0], student, shown[1],
         )  # fmt: skip
 
 
-def behind(facts: Facts, template: str | None) -> str:
-    """The first prompt behind the student's chat template, or behind another one; a reason where it refuses it."""
+def rendered_first_prompt(facts: Facts, template: str | None) -> str:
+    """Return the first prompt in a chat template (None: the student's), or the error if the template rejects it."""
     chat = facts.first_chat or [{"role": "user", "content": "Hello"}]
     options = facts.config.data.apply_chat_template_kwargs
     try:
@@ -111,17 +113,17 @@ def behind(facts: Facts, template: str | None) -> str:
     except DataError as error:
         return str(error)
     text = facts.tokenizer.decode(ids)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN // 2]} ... {text[-LONGEST_SHOWN // 2 :]}"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
-def check_own_answers(facts: Facts, teacher: TeacherClient) -> str:
-    """Let the teacher write greedily, through its scores, and warn where it is not sure of what it writes.
+def check_confidence(facts: Facts, teacher: TeacherClient) -> str:
+    """Let the teacher generate greedily, through its scores, and warn if it gives these completions a low probability.
 
     Raises TeacherError: the service cannot score.
     """
     config = facts.config
     if not config.actor_rollout_ref.teacher.check_fit or config.distillation.temperature != 1:
-        return "left out (actor_rollout_ref.teacher.check_fit, or a temperature other than 1)"
+        return "skipped (actor_rollout_ref.teacher.check_fit=false, or a temperature other than 1)"
     length = min(NUM_TOKENS, config.data.max_response_length)
     prompts = [
         prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
@@ -133,12 +135,12 @@ def check_own_answers(facts: Facts, teacher: TeacherClient) -> str:
     if not logprobs:
         return f"no scores within {Timeout(SCORES_SECONDS)}"
     mean = float(np.mean(logprobs))
-    found = f"{mean:.2f} nats a token over {len(logprobs)} tokens of its own greedy answers to {len(prompts)} prompts"
-    if mean < UNSURE:
+    found = f"{mean:.2f} nats per token over {len(logprobs)} tokens of greedy completions of {len(prompts)} prompts"
+    if mean < LOW_CONFIDENCE:
         logger.warning(
-            "the teacher is not sure of its own answers: %s, where a trained model has about -0.3; likely a chat "
-            "template that it does not know (actor_rollout_ref.teacher.chat_template), prompts of another kind than it "
-            "was trained on, or weights that are not trained or damaged", found,
+            "the teacher gives its own greedy completions a low probability: %s, where about -0.3 is usual; likely "
+            "causes are a chat template that it was not trained with (actor_rollout_ref.teacher.chat_template), "
+            "prompts unlike its training data, or untrained or damaged weights", found,
         )  # fmt: skip
     return found
 
@@ -146,9 +148,10 @@ def check_own_answers(facts: Facts, teacher: TeacherClient) -> str:
 def greedy_logprobs(
     teacher: TeacherClient, prompts: list[np.ndarray], *, length: int, stop_token_ids: list[int], seconds: float
 ) -> list[float]:
-    """Log-probabilities of the teacher's most likely tokens, of up to `length` to each prompt, one after the other.
+    """Return the log-probabilities of the teacher's most likely tokens, of up to `length` tokens per prompt.
 
-    A score's first candidate is the next token of the answer. What has not arrived after `seconds` is left out.
+    The first candidate of a score is the next token of the completion. Scores not received after `seconds` are left
+    out.
     """
     deadline, found = time.monotonic() + seconds, list[float]()
     for _ in range(length):

@@ -1,4 +1,4 @@
-"""What engines of vLLM are built with. The engines themselves: tests/integration."""
+"""Arguments and hooks with which vLLM's engines are built. The engines themselves: tests/integration."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM i
 LOADING = """
 from types import SimpleNamespace
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.loading import load_llm
+from hybrid_gkd.compat.vllm.llm import load_llm
 
 vllm_compat.import_llm("cpu")
 from vllm.model_executor.models import ModelRegistry, registry
@@ -58,7 +58,7 @@ def test_an_engine_is_built_without_what_nobody_asks_for(tmp_path):
 BESIDE = """
 from types import SimpleNamespace
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.loading import load_llm
+from hybrid_gkd.compat.vllm.llm import load_llm
 
 vllm_compat.import_llm("cpu")
 from transformers import Starcoder2Model

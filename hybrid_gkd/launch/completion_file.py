@@ -1,7 +1,7 @@
-"""A file of answers that a killed command continues: one JSON object per line, complete or not there at all.
+"""A resumable file of completions: one JSON object per line, without partial lines.
 
-Beside `answers.jsonl` are `answers.jsonl.json` with the arguments that it is made with, and `answers.jsonl.rejected`
-with the answers that were left out and why. An answer in either file is done; its row and number are its identity.
+Beside `answers.jsonl` are `answers.jsonl.json` with the arguments of the command, and `answers.jsonl.rejected` with the
+rejected completions and their reasons. A completion in either file is done; row and number identify it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from hybrid_gkd.runtime.files import JsonLinesFile, cut_unfinished_line
 logger = logging.getLogger(__name__)
 
 ROW, SAMPLE = "row", "sample"
-"""Columns with the identity of an answer: its row in the data, from 1 on, and its number, from 0 on."""
+"""Columns that identify a completion: its row in the data, from 1 on, and its number, from 0 on."""
 BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
-"""Seconds between two looks at the progress: on a terminal, and in a file."""
+"""Seconds between two progress updates: on a terminal, and in a log file."""
 
 
-class AnswerFile:
-    """Answers on disk, for one process at a time. Close it.
+class CompletionFile:
+    """Completions on disk, locked for one process at a time; call `close` at the end.
 
     Args:
-        path: of the kept answers.
-        arguments: what the answers depend on, by the name of the option, as JSON reads it back.
+        path: file of the kept completions.
+        arguments: JSON values that the completions depend on, by option name.
 
-    Raises DataError: the file is another process's, was made with other arguments, or holds a line of something else.
+    Raises DataError: another process holds the file, it was made with other arguments, or a line is malformed.
     """
 
     def __init__(self, path: Path, arguments: Mapping[str, Any]):
         self.path, self.rejected_path = path, path.with_name(f"{path.name}.rejected")
         self.done: set[tuple[int, int]] = set()
-        """Row and number of each answer in the files."""
+        """Row and number of each completion in the files."""
         self.num_kept = 0
         self.reasons: Counter[str] = Counter()
-        """Answers that were left out, by reason."""
+        """Number of rejected completions by reason."""
         try:
             self._open(arguments)
         except OSError as error:
@@ -75,11 +75,11 @@ class AnswerFile:
             raise
 
     def _check_arguments(self, sidecar: Path, arguments: Mapping[str, Any]) -> None:
-        """Compare with those that the files were begun with, or write them down."""
+        """Compare the arguments with those of the existing files, or store them for new files."""
         self._lock.seek(0)
         text = self._lock.read()
         begun = [path for path in (self.path, self.rejected_path) if path.exists() and path.stat().st_size]
-        if not begun:  # nothing depends on what is written there, perhaps in part
+        if not begun:  # the sidecar may be incomplete, but no completion depends on it
             self._lock.truncate(0)
             self._lock.write(json.dumps(arguments, indent=2, ensure_ascii=False) + "\n")
             self._lock.flush()
@@ -88,21 +88,21 @@ class AnswerFile:
         try:
             before = json.loads(text)
         except ValueError as error:
-            rule = f"exists, and {sidecar.name} does not say what it was made with; name another file"
+            rule = f"exists, but {sidecar.name} does not contain the arguments that it was made with; use another file"
             raise DataError(f"--out {self.path}: {begun[0].name} {rule}") from error
         for name in dict.fromkeys([*arguments, *before]):
             if before.get(name) != arguments.get(name):
                 raise DataError(
-                    f"--out {self.path} was made with {name} {before.get(name)!r}, not {arguments.get(name)!r}: give "
-                    "the same to continue it, or name another file"
+                    f"--out {self.path} was made with {name} {before.get(name)!r}, not {arguments.get(name)!r}: use "
+                    "the same value to continue it, or another file"
                 )
 
     def _lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the lines of a file, without one that a killed process did not finish, which is cut off."""
+        """Return the lines of a file, after removing a partial last line of a killed process."""
         if not path.exists():
             return []
         if cut_unfinished_line(path):
-            logger.warning("%s: its last line was not complete; it is written anew", path)
+            logger.warning("%s: removed an incomplete last line", path)
         found = []
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -110,11 +110,11 @@ class AnswerFile:
                     value = json.loads(line)
                     found.append({name: value[name] for name in (ROW, SAMPLE)} | {"rejected": value.get("rejected")})
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise DataError(f"{path}, line {number}: is no answer with {ROW} and {SAMPLE}") from error
+                    raise DataError(f"{path}, line {number}: must be an object with {ROW} and {SAMPLE}") from error
         return found
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Write answers; one with the field `rejected`, a reason, goes into the file of those. Raises DataError."""
+        """Write completions; those with the field `rejected`, a reason, go to the rejected file. Raises DataError."""
         kept = [line for line in lines if "rejected" not in line]
         rejected = [line for line in lines if "rejected" in line]
         try:
@@ -122,7 +122,7 @@ class AnswerFile:
                 if part:
                     file.append(part)
         except OSError as error:
-            raise DataError(f"--out {self.path}: cannot be written: {error}; make room, and run it again") from error
+            raise DataError(f"--out {self.path}: cannot be written: {error}; free disk space and run again") from error
         self.num_kept += len(kept)
         self.reasons.update(line["rejected"] for line in rejected)
 
@@ -133,12 +133,12 @@ class AnswerFile:
 
 
 class Progress:
-    """Rows, tokens a second, time left: a bar on a terminal, else a line every few seconds.
+    """Rows, tokens per second and time left: a progress bar on a terminal, else a log line every few seconds.
 
     Args:
-        missing: row -> how many of its answers are not done.
-        num_rows: all rows, those that are complete included.
-        note: what else is shown, such as the fraction that is kept.
+        missing: row -> number of missing completions.
+        num_rows: number of all rows, complete ones included.
+        note: returns further text, such as the fraction that is kept.
     """
 
     def __init__(self, missing: Counter[int], num_rows: int, note: Callable[[], str]):
@@ -151,7 +151,7 @@ class Progress:
             self._bar = tqdm(total=num_rows, initial=self._rows_done, unit="row", file=sys.stderr, dynamic_ncols=True)
 
     def add(self, row: int, tokens: int) -> None:
-        """Count an answer to a row."""
+        """Count a completion of a row."""
         self._done += 1
         self._tokens += tokens
         self._missing[row] -= 1
@@ -161,7 +161,7 @@ class Progress:
                 self._bar.update(1)
 
     def show(self, *, last: bool = False) -> None:
-        """Show how far it is, if it is time."""
+        """Update the display if an update is due, or if `last`."""
         now = time.monotonic()
         if not last and now < self._last_line + (LINE_SECONDS if self._bar is None else BAR_SECONDS):
             return
@@ -172,7 +172,7 @@ class Progress:
             logger.info("%d of %d rows, %s", self._rows_done, self._num_rows, self.describe(now))
 
     def describe(self, now: float) -> str:
-        """Tokens a second, the note, and the time left, from time.monotonic."""
+        """Return tokens per second, the note and the time left at `now`, a time.monotonic value."""
         seconds = max(now - self._started, 1e-9)
         left = seconds / self._done * (self._total - self._done) if self._done else None
         time_left = "" if left is None else f"{tqdm.format_interval(round(left))} left"

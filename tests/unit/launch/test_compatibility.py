@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, TeacherMismatch
-from hybrid_gkd.launch import fit
+from hybrid_gkd.launch import compatibility
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.preflight import check_all
@@ -54,8 +54,8 @@ def test_the_same_template_and_end_are_fine(models, caplog):
 @pytest.mark.slow
 def test_another_template_is_named_with_what_the_teacher_knows(models, caplog):
     check(models, "template")
-    assert f"the chat templates differ: the teacher {models}/template will see 'What is 1?<|a|>'" in caplog.text
-    assert "and knows '<s>What is 1?A:'" in caplog.text
+    assert f"the chat templates differ: the teacher {models}/template will read 'What is 1?<|a|>'" in caplog.text
+    assert "its own template gives '<s>What is 1?A:'" in caplog.text
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_other_special_tokens_of_the_same_vocabulary_are_a_warning(models, tmp_p
     setattr(tokenizer, name, token)
     tokenizer.save_pretrained(tmp_path / "teacher")
     check(models, "student", f"actor_rollout_ref.teacher.model.path={tmp_path}/teacher")
-    assert f"its special tokens differ (teacher {tmp_path}/teacher, student {models}/student): {name}: " in caplog.text
+    assert f"different special tokens (teacher {tmp_path}/teacher, student {models}/student): {name}: " in caplog.text
     ours = getattr(load_tokenizer(str(models / "student")), name)
-    assert f"{name}: {token!r}, {ours!r}; prompts and answers have the student's" in caplog.text
+    assert f"{name}: {token!r}, {ours!r}; the student's are used for prompts and completions" in caplog.text
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
                     for name in ("short", "whole"))  # fmt: skip
     check(models, "student", *short)
     data, at_fault = f"data.train_files={tmp_path}/train.jsonl", r"row 2 has the token '<y>' with the id 260; the "
-    with pytest.raises(DataError, match=rf"data\.train_files: the prompt of {at_fault}student .*short has 260 rows"):
+    with pytest.raises(DataError, match=rf"data\.train_files: the prompt of {at_fault}student .*short has only 260"):
         check(models, "student", short[0], whole[1], data)
-    with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has 260 rows"):
+    with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has only 260 rows"):
         check(models, "student", whole[0], short[1], data)
     check(models, "student", *whole, data)
 
@@ -125,7 +125,7 @@ def test_what_is_scored_are_tokens_with_a_row_in_both_models(models, tmp_path, c
 @pytest.mark.slow
 def test_a_teacher_without_a_row_for_what_ends_an_answer_is_refused(models):
     facts = dataclasses.replace(check(models, "student"), train_prompts=[])
-    with pytest.raises(ModelError, match=r"T has 256 rows .*, the student more: '<\|end\|>', .*end an answer \(\["):
+    with pytest.raises(ModelError, match=r"T has 256 rows .*, the student more: '<\|end\|>', .*end a completion \(\["):
         check_rows("teacher", "T", 256, facts)
 
 
@@ -153,14 +153,14 @@ def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named
 @pytest.mark.slow
 def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     check(models, "ends")
-    assert f"the teacher {models}/ends ends its answers with the tokens [7, 256] [" in caplog.text
+    assert f"the teacher {models}/ends ends its completions with the tokens [7, 256] [" in caplog.text
     assert f"the student {models}/student with [256] [" in caplog.text
     facts = check(models, "student")
-    with pytest.raises(TeacherMismatch, match=r"the teacher T ends its answers with .*\[7\] .*never to end"):
-        fit.compare(facts, "T", None, [7])
-    fit.compare(facts, "T", None, [])  # an older service does not say
+    with pytest.raises(TeacherMismatch, match=r"the teacher T ends its completions with .*\[7\] .*to never end"):
+        compatibility.check_ends_and_template(facts, "T", None, [7])
+    compatibility.check_ends_and_template(facts, "T", None, [])  # an older service does not say
     facts.config.actor_rollout_ref.teacher.check_fit = False
-    fit.compare(facts, "T", None, [7])
+    compatibility.check_ends_and_template(facts, "T", None, [7])
 
 
 def counting(reading):
@@ -173,11 +173,12 @@ def counting(reading):
 
 def greedy(teacher, *prompts, **options):
     ids = [np.array(prompt, np.int32) for prompt in prompts]
-    return fit.greedy_logprobs(teacher, ids, **{"length": 3, "stop_token_ids": [9], "seconds": 60.0} | options)
+    options = {"length": 3, "stop_token_ids": [9], "seconds": 60.0} | options
+    return compatibility.greedy_logprobs(teacher, ids, **options)
 
 
 def test_greedy_answers_are_written_through_scores_alone():
-    """Of three tokens, less where an answer ends; the prompts grow by what was written."""
+    """Completions have three tokens, fewer where one ends; the prompts grow by the generated tokens."""
     seen = []
     teacher = LocalTeacher(lambda reading: (seen.append(reading.token_ids[:-1].tolist()), counting(reading))[1])
     assert greedy(teacher, [1, 4], [7]) == [-2.0] * 5
@@ -193,12 +194,12 @@ def test_a_teacher_that_is_not_sure_of_itself_is_a_warning(caplog):
     config = load_config([f"{path}=x" for path in paths])
     prompt = Task(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
     facts = Facts(config, train_prompts=[prompt], stop_token_ids=[9])
-    found = fit.check_own_answers(facts, LocalTeacher(counting))  # behind its own template the answer ends at once
-    assert found == "-2.00 nats a token over 1 tokens of its own greedy answers to 1 prompts"
-    assert "the teacher is not sure of its own answers: -2.00 nats" in caplog.text
+    found = compatibility.check_confidence(facts, LocalTeacher(counting))  # with its own template it ends at once
+    assert found == "-2.00 nats per token over 1 tokens of greedy completions of 1 prompts"
+    assert "the teacher gives its own greedy completions a low probability: -2.00 nats" in caplog.text
     caplog.clear()
     sure = LocalTeacher(lambda reading: dataclasses.replace(counting(reading), logprobs=np.zeros((1, 1), np.float32)))
-    assert fit.check_own_answers(facts, sure).startswith("0.00 nats")
+    assert compatibility.check_confidence(facts, sure).startswith("0.00 nats")
     config.actor_rollout_ref.teacher.check_fit = False
-    assert fit.check_own_answers(facts, sure).startswith("left out")
+    assert compatibility.check_confidence(facts, sure).startswith("skipped")
     assert not caplog.records

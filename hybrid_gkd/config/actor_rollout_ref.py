@@ -1,4 +1,4 @@
-"""The section actor_rollout_ref: student, rollout engine and teacher. See schema.py."""
+"""The sections actor_rollout_ref and critic: student, rollout engine, teacher, reference, critic. See schema.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hybrid_gkd.config import metadata as rules
 from hybrid_gkd.losses.table import KL_LOSSES, POLICY_LOSSES
 
 TEACHER_PORT = 15555
-"""Of a teacher service, unless another one is given."""
+"""Default port of a teacher service."""
 KL_LOSS = rules.rule(
-    f"must be one of {', '.join(KL_LOSSES)}; k1 (verl: kl) as a loss would teach nothing, as its expected gradient is "
-    "0: k1+ has its value, and the gradient of the KL",
+    f"must be one of {', '.join(KL_LOSSES)}; k1 (verl: kl) cannot be a loss, since its expected gradient is 0: k1+ has "
+    "its value and the gradient of the KL",
     lambda value: value in KL_LOSSES,
 )
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -29,43 +29,43 @@ class ModelConfig:
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null takes `path`."""
     trust_remote_code: bool = False
-    """Run model code that comes with the folder."""
+    """Run model code from the folder."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config.json to replace, e.g. {attention_dropout: 0.0}."""
     lora_rank: int = field(default=0, metadata=rules.NOT_NEGATIVE)
-    """Rank of LoRA adapters, which are trained in the place of the weights; 0 trains the weights."""
+    """Rank of LoRA adapters, which are trained instead of the weights; 0 trains the weights."""
     lora_alpha: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Adapters count lora_alpha / lora_rank; null takes 16, or what lora_adapter_path has."""
+    """Scale of the adapters, lora_alpha / lora_rank; null takes 16, or that of lora_adapter_path."""
     target_modules: Any = field(default=None, metadata=rules.MODULES)
-    """Layers with adapters: all-linear, a list of names such as [q_proj,v_proj], or a regular expression of the whole
-    name; null takes all-linear (without the output head), or what lora_adapter_path has."""
+    """Layers with adapters: all-linear, a list of names such as [q_proj,v_proj], or a regular expression for the full
+    name; null takes all-linear (without the output head), or those of lora_adapter_path."""
     exclude_modules: Any = field(default=None, metadata=rules.MODULES)
-    """Layers without, of those that target_modules names; a list of names, or a regular expression."""
+    """Layers of target_modules that get no adapters: a list of names, or a regular expression."""
     lora_adapter_path: str | None = None
-    """Folder with a LoRA adapter of peft's to start from; its rank, alpha and layers are taken."""
+    """Folder with a PEFT LoRA adapter to start from, which sets rank, alpha and layers."""
 
     @property
     def has_lora(self) -> bool:
-        """Whether adapters are trained in the place of the weights."""
+        """Return whether adapters are trained instead of the weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass
 class ScheduleConfig:
-    """A learning rate."""
+    """A learning-rate schedule."""
 
     lr: float = field(default=1e-6, metadata=rules.POSITIVE)
     """Peak learning rate."""
     lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
     """Optimizer steps of linear warm-up from 0."""
     lr_warmup_steps_ratio: float = field(default=0.0, metadata=rules.SHARE)
-    """Warm-up as a share of the optimizer steps that the schedule is for, where lr_warmup_steps is 0."""
+    """Warm-up as a fraction of the optimizer steps of the schedule, if lr_warmup_steps is 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the warm-up, until the last of these steps."""
+    """Shape after the warm-up, until the last optimizer step of the schedule."""
     min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)
-    """Share of the peak at which linear and cosine end."""
+    """Final rate of linear and cosine as a fraction of the peak."""
 
 
 @dataclass
@@ -75,28 +75,29 @@ class OptimConfig(ScheduleConfig):
     betas: tuple[float, float] = field(default=(0.9, 0.999), metadata=rules.DECAY_RATES)
     """Decay rates of the two moments."""
     eps: float = field(default=1e-8, metadata=rules.POSITIVE)
-    """Added to the root of the second moment."""
+    """Term added to the root of the second moment."""
     weight_decay: float = field(default=0.01, metadata=rules.NOT_NEGATIVE)
     """Decoupled weight decay, on matrices only (not on biases and norms)."""
 
 
 @dataclass
 class FSDPConfig:
-    """How the student is sharded and where it waits while it is not its turn (FSDP2)."""
+    """Sharding and offloading of a model (FSDP2)."""
 
     param_offload: bool = False
-    """Keep parameters on the host when it is not the model's turn (no effect on the CPU, nor where it has a GPU for
+    """Keep parameters on the host while the model is idle (no effect on the CPU, nor if the model has its GPU for
     itself: in a pool without the rollout engine and a second model)."""
     optimizer_offload: bool = False
     """Keep optimizer state on the host outside of the optimizer step (no effect on the CPU)."""
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward pass; false: one gather per part of a batch, more memory."""
+    """Free a block's gathered parameters after its forward pass; false gathers once per part of a batch and needs more
+    memory."""
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of master weights, Adam state and accumulated gradients; the compute type is bf16 on GPUs, fp32 on the CPU.
-    With bf16 the gradients are rounded after every micro-batch, so the result depends slightly on the cut. With LoRA it
-    is the adapters'; the frozen weights have the compute type."""
+    With bf16 the gradients are rounded after every micro-batch, so that results depend slightly on their sizes. With
+    LoRA it is the type of the adapters; frozen weights have the compute type."""
     fsdp_size: int = -1
-    """Workers that share one copy of the weights; -1 = all. Smaller: hybrid sharding, with replicas across groups."""
+    """Workers that share one copy of the weights; -1: all. Smaller: hybrid sharding, with replicas across groups."""
 
 
 @dataclass
@@ -104,8 +105,7 @@ class CheckpointConfig:
     """Optional parts of a checkpoint."""
 
     save_hf_model: bool = True
-    """Also write a Hugging Face folder (`huggingface/`), which transformers and vLLM load; with LoRA, an adapter folder
-    of peft's."""
+    """Also write a Hugging Face folder (`huggingface/`) for transformers and vLLM; with LoRA, a PEFT adapter folder."""
     save_merged: bool = False
     """With LoRA, also write the whole model with the adapters merged into its weights (`huggingface_merged/`)."""
 
@@ -115,9 +115,9 @@ class PolicyLossConfig:
     """PPO's loss."""
 
     loss_mode: str = field(default="vanilla", metadata=rules.names(*POLICY_LOSSES, or_own=True))
-    """vanilla (PPO's clipped ratio of a token), gspo (of a sequence), cispo (clipped weight, no token without
-    gradient), gpg (no ratio), or module:name or file.py:name of a function like vanilla of
-    hybrid_gkd/losses/policy.py. See docs/losses.md."""
+    """vanilla (PPO's clipped ratio of a token), gspo (of a sequence), cispo (clipped weight, all tokens have a
+    gradient), gpg (no ratio), or module:name or file.py:name of a function like vanilla of hybrid_gkd/losses/policy.py.
+    See docs/losses.md."""
 
 
 @dataclass
@@ -127,58 +127,58 @@ class ActorConfig:
     ppo_mini_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
     """Prompts per optimizer step; null takes data.train_batch_size (one exactly on-policy step per rollout)."""
     use_dynamic_bsz: bool = True
-    """Micro-batches by token count; false: by number of sequences."""
+    """Form micro-batches by token count; false: by number of sequences."""
     ppo_max_token_len_per_gpu: int = field(default=16384, metadata=rules.POSITIVE)
-    """Tokens (prompt and response) in one packed micro-batch."""
+    """Maximum number of tokens (prompt and response) in one packed micro-batch."""
     ppo_micro_batch_size_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Sequences in one micro-batch when use_dynamic_bsz is false."""
+    """Sequences in one micro-batch if use_dynamic_bsz is false."""
     use_torch_compile: bool = False
-    """Compile the decoder blocks: the first update takes longer. For architectures whose layers are not fused; where
-    they are, it is slower (docs/performance.md)."""
+    """Compile the decoder blocks: the first update takes longer. Only for architectures without fused layers; it is
+    slower than those (docs/performance.md)."""
     ppo_epochs: int = field(default=1, metadata=rules.POSITIVE)
     """Passes over each rollout."""
     grad_clip: float = field(default=1.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
-    """Largest global gradient norm; larger gradients are scaled down to it, with .inf none."""
+    """Maximum global gradient norm; larger gradients are scaled down to it; .inf disables clipping."""
     clip_ratio: float = field(default=0.2, metadata=rules.POSITIVE)
     """Clip range of PPO's probability ratio."""
     clip_ratio_low: float | None = field(default=None, metadata=rules.POSITIVE)
-    """The range downwards; null takes clip_ratio."""
+    """Lower clip range; null takes clip_ratio."""
     clip_ratio_high: float | None = field(default=None, metadata=rules.POSITIVE)
-    """The range upwards, larger in DAPO; null takes clip_ratio."""
+    """Upper clip range, larger in DAPO; null takes clip_ratio."""
     clip_ratio_c: float | None = field(default=None, metadata=rules.ABOVE_ONE)
-    """Dual clip of policy_loss.loss_mode=vanilla: the ratio counts as this at most where the advantage is negative
-    (verl: 3); null: no such bound."""
+    """Dual-clip bound of the ratio for negative advantages, with policy_loss.loss_mode=vanilla (verl: 3); null: no
+    bound."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = field(default="token-mean", metadata=rules.names(*LOSS_AGG_MODES))
-    """From the losses of tokens to that of a mini-batch: the mean over all tokens; or the mean over responses of their
-    sum, of their mean, or of their sum divided by loss_scale_factor (Dr. GRPO)."""
+    """Aggregation of token losses over a mini-batch: the mean over all tokens; or the mean over responses of their sum,
+    of their mean, or of their sum divided by loss_scale_factor (Dr. GRPO)."""
     loss_scale_factor: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Tokens, for loss_agg_mode=seq-mean-token-sum-norm; null takes data.max_response_length."""
+    """Divisor in tokens for loss_agg_mode=seq-mean-token-sum-norm; null takes data.max_response_length."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef times the KL from the student to the reference policy to a token's loss."""
+    """Add the KL from the student to the reference policy, times kl_loss_coef, to each token's loss."""
     kl_loss_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
     """Factor of that KL."""
     kl_loss_type: str = field(default="k3", metadata=KL_LOSS)
-    """Its estimate from the sampled token, see docs/losses.md: k2, half the squared log-ratio (verl: mse), k3 (verl:
-    low_var_kl), k1+ and k3+, the values of k1 and k3 with the gradient of k2, or abs. full is the KL itself on the
-    ref.topk most likely tokens of the reference and all others as one; not beside a teacher."""
+    """Estimator of that KL from the sampled token, see docs/losses.md: k2, half the squared log-ratio (verl: mse), k3
+    (verl: low_var_kl), k1+ and k3+, the values of k1 and k3 with the gradient of k2, or abs. full is the exact KL on
+    the ref.topk most likely tokens of the reference and a bucket of all others; not with a teacher."""
     entropy_coeff: float = 0.0
-    """This times the entropy of the student's distribution is taken off a token's loss."""
+    """Factor of the entropy of the student's distribution, which is subtracted from each token's loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     optim_sft: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(lr=1e-5))
-    """The rate of the first trainer.warmup_steps_sft steps, and its schedule over them."""
+    """Learning rate and schedule of the first trainer.warmup_steps_sft steps."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
 class CriticModelConfig:
-    """The model that the critic starts from; a linear map to one value takes the place of its head."""
+    """The model that the critic is initialised from; its head is replaced by a linear map to one value."""
 
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model; null takes the student's."""
     trust_remote_code: bool | None = None
-    """Run model code that comes with the folder; null as for the student."""
+    """Run model code from the folder; null as for the student."""
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass; null as for the student."""
     override_config: dict[str, Any] | None = None
@@ -187,7 +187,7 @@ class CriticModelConfig:
 
 @dataclass
 class CriticConfig:
-    """The critic, which says what reward is to be expected; there is one if algorithm.adv_estimator=gae."""
+    """The critic, a value function; it exists with algorithm.adv_estimator=gae."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
@@ -195,18 +195,18 @@ class CriticConfig:
     ppo_epochs: int | None = field(default=None, metadata=rules.POSITIVE)
     """Passes over each rollout; null as for the actor."""
     use_dynamic_bsz: bool | None = None
-    """Micro-batches by token count; false: by number of sequences; null as for the actor."""
+    """Form micro-batches by token count; false: by number of sequences; null as for the actor."""
     ppo_max_token_len_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Tokens (prompt and response) in one packed micro-batch; null as for the actor."""
+    """Maximum number of tokens (prompt and response) in one packed micro-batch; null as for the actor."""
     ppo_micro_batch_size_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Sequences in one micro-batch when use_dynamic_bsz is false; null as for the actor."""
+    """Sequences in one micro-batch if use_dynamic_bsz is false; null as for the actor."""
     grad_clip: float = field(default=1.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
-    """Largest global gradient norm; larger gradients are scaled down to it, with .inf none."""
+    """Maximum global gradient norm; larger gradients are scaled down to it; .inf disables clipping."""
     cliprange_value: float = field(default=0.5, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
-    """How far a value may move from what it was before the rollout's first mini-batch until its error has no gradient
-    any more, in units of the reward; .inf leaves that out."""
+    """Maximum change of a value since the rollout's first mini-batch before its error has no gradient, in units of the
+    reward; .inf disables the limit."""
     loss_agg_mode: str | None = field(default=None, metadata=rules.names(*LOSS_AGG_MODES))
-    """From the losses of tokens to that of a mini-batch; null as for the actor."""
+    """Aggregation of token losses over a mini-batch; null as for the actor."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
@@ -216,7 +216,7 @@ class ValKwargs:
     """Sampling in validation."""
 
     n: int = field(default=1, metadata=rules.POSITIVE)
-    """Answers per held-out prompt; several need a temperature above 0."""
+    """Responses per held-out prompt; more than 1 needs a temperature above 0."""
     temperature: float = field(default=0.0, metadata=rules.NOT_NEGATIVE)
     """0 is greedy."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
@@ -227,10 +227,10 @@ class ValKwargs:
 
 @dataclass
 class EngineKwargs:
-    """Arguments handed to an engine as they are."""
+    """Arguments that are passed to an engine unchanged."""
 
     vllm: dict[str, Any] = field(default_factory=dict)
-    """For `vllm.LLM(...)`; overrides what this program chooses, in compilation_config key by key."""
+    """Arguments of `vllm.LLM(...)`; they override those of this program, in compilation_config key by key."""
 
 
 @dataclass
@@ -238,57 +238,58 @@ class RolloutConfig:
     """Generation."""
 
     name: str = field(default="auto", metadata=rules.names("auto", "vllm", "hf", or_own=True))
-    """Engine: vllm, hf (transformers, slow), auto = vllm where it is installed, or module:name of your own."""
+    """Engine: vllm, hf (transformers, slow), auto = vllm if installed, or module:name of a custom one."""
     n: int = field(default=1, metadata=rules.POSITIVE)
     """Responses per prompt."""
     temperature: float = field(default=1.0, metadata=rules.POSITIVE)
     """Sampling temperature in training."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
-    """Nucleus mass; below 1 the samples are no longer drawn from the student's own distribution."""
+    """Nucleus mass; below 1 the samples are not drawn from the student's own distribution."""
     top_k: int = field(default=-1, metadata=rules.TOP_K)
     """-1 keeps the whole vocabulary."""
     tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
     """Workers that share one copy of the engine's weights."""
     gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
-    """Share of the GPU's memory for the engine's weights and KV cache; null takes what is free when the engine is
-    built, and no more than max_num_seqs full sequences need (printed by --dry-run)."""
+    """Fraction of the GPU's memory for the engine's weights and KV cache; null computes it from the free memory,
+    limited to what max_num_seqs full sequences need (printed by --dry-run)."""
     free_cache_engine: bool = True
     """Release the engine's weights and KV cache during the update (vLLM sleep mode, GPUs only)."""
     enforce_eager: bool = False
     """No CUDA graphs: faster start, slower generation."""
     fast_paths: bool = True
-    """Use the shorter ways through vLLM's scheduler and model runner with versions that they were tried with; false
-    leaves vLLM as it is."""
+    """Use optimized replacements of vLLM's scheduler and model runner with tested vLLM versions; false uses vLLM's
+    own."""
     max_num_batched_tokens: int = field(default=8192, metadata=rules.POSITIVE)
-    """Tokens in one engine step."""
+    """Maximum number of tokens in one engine step."""
     max_num_seqs: int = field(default=256, metadata=rules.POSITIVE)
-    """Sequences generated at the same time per engine."""
+    """Maximum number of sequences generated at the same time per engine."""
     max_model_len: int | None = None
-    """Longest sequence of the engine; null takes prompt limit + response limit."""
+    """Longest sequence of the engine, tokens; null takes prompt limit + response limit."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights; auto = bfloat16 on GPUs, float32 on the CPU."""
     seed: int = field(default=0, metadata=rules.SEED)
-    """Seed of the sampling; every sequence gets its own from it."""
+    """Seed of the sampling, from which the seed of each sequence is derived."""
     update_weights_bucket_megabytes: int = field(default=512, metadata=rules.POSITIVE)
-    """Weights gathered at once when they are published, MiB in the engine's type; smaller takes less memory."""
+    """Size of the buckets in which weights are gathered and published, MiB in the engine's type; smaller ones save
+    memory."""
     end_repetitions: int | None = field(default=None, metadata=rules.ABOVE_ONE)
-    """End an answer in which a pattern of up to 32 tokens has come so often in a row; null: never. Such an answer is
-    trained on as one that was cut, and counted (response/ended_fraction). vLLM only, and slower: each token is looked
-    at."""
+    """End a response when a pattern of up to 32 tokens has been repeated this often; null: never. Such a response is
+    trained on like a truncated one, and counted (response/ended_fraction). vLLM only; slower, since each token is
+    checked."""
     verify_weights: bool = False
-    """After every publish, compare all of the engine's weights with the actor's; a difference ends the run."""
+    """Compare all of the engine's weights with the actor's after every publish; a difference ends the run."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
 
 
 @dataclass
 class TeacherEngineKwargs:
-    """Arguments handed to the scoring engine of a local service as they are."""
+    """Arguments that are passed to the scoring engine of a local service unchanged."""
 
     vllm: dict[str, Any] = field(default_factory=dict)
-    """For `vllm.LLM(...)`, such as quantization: fp8."""
+    """Arguments of `vllm.LLM(...)`, such as quantization: fp8."""
     hf: dict[str, Any] = field(default_factory=dict)
-    """For `AutoModelForCausalLM.from_pretrained(...)`, with backend=hf."""
+    """Arguments of `AutoModelForCausalLM.from_pretrained(...)`, with backend=hf."""
 
 
 @dataclass
@@ -304,72 +305,73 @@ class TeacherConfig:
     """The teacher service."""
 
     server_ip: str | None = None
-    """Address of a running service; null starts one on this machine for the length of the run. Several services of
-    one model, separated by commas, share the work; the others take over from one that fails. Each may be host:port."""
+    """Address of a running service; null starts one on this machine for the duration of the run. Several services of
+    one model, separated by commas, share the work and replace each other after a failure. Each may be host:port."""
     server_port: int | None = field(default=None, metadata=rules.PORT)
-    """Their port where server_ip names none, null for 15555; or that of a local service, null for any that is free."""
+    """Port of the services that server_ip gives without one, null for 15555; or of a local service, null for any free
+    port."""
     keys: str | None = None
-    """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that were started with keys."""
+    """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that require keys."""
     chat_template: str | None = None
-    """What the teacher sees prompts behind, in place of the student's template: a file with a template, a folder with
-    a tokenizer, or the template itself. Prompts have to fit behind both."""
+    """The teacher's chat template, in place of the student's: a file with a template, a folder with a tokenizer, or the
+    template itself. Prompts must fit with both templates."""
     check_fit: bool = True
-    """Compare chat templates and ends of answers with the student's, and let the teacher score some tokens of its own
-    greedy answers to training prompts before the first step."""
+    """Compare chat template and end-of-text tokens with the student's, and check before the first step that the teacher
+    assigns a high probability to its own greedy completions of training prompts."""
     n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
-    """Requests in flight, for each copy of a local service's model."""
+    """Maximum number of requests in flight, for each replica of a local service's model."""
     num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)
-    """Sequences in one request at most; long ones travel in smaller groups. null takes the default."""
+    """Maximum number of sequences in one request; long ones are sent in smaller groups. null takes the default."""
     overlap_rollout: bool = True
     """Send a sequence as soon as it is finished; false waits for the whole rollout."""
     connect_timeout: float = field(default=20.0, metadata=rules.POSITIVE)
-    """Seconds for the handshake with a given server."""
+    """Timeout of the handshake with a given server, seconds."""
     start_timeout: float = field(default=900.0, metadata=rules.POSITIVE)
-    """Seconds for a local service to load its model."""
+    """Timeout for a local service to load its model, seconds."""
     request_timeout: float = field(default=600.0, metadata=rules.POSITIVE)
-    """Seconds until a request, retries included, must be answered."""
+    """Timeout of a request, retries included, seconds."""
     max_retries: int = field(default=3, metadata=rules.NOT_NEGATIVE)
-    """Further attempts for a request that was not answered or not answered well."""
+    """Further attempts for a request that failed or got an invalid reply."""
     backend: Literal["auto", "vllm", "hf"] = "auto"
-    """Scoring engine of a local service; auto = vllm where it is installed."""
+    """Scoring engine of a local service; auto = vllm if installed."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of a local service's weights; auto = as stored, but half precision for what is stored as float32 with vllm;
-    float32 on the CPU, where there is no other."""
+    """Type of a local service's weights; auto = as stored, but half precision for weights stored as float32 with vllm;
+    on the CPU always float32."""
     engine_kwargs: TeacherEngineKwargs = field(default_factory=TeacherEngineKwargs)
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
+    """Device of a local service; auto = that of the workers: on GPUs that no worker needs, else shared with workers."""
     tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
-    """GPUs of each copy of a local service's model. On GPUs that it shares with the workers 1 is fastest: each has
-    a copy then, and none waits for its turn on another GPU."""
+    """GPUs of each replica of a local service's model. On GPUs shared with workers 1 is fastest: each GPU then has a
+    replica, and none waits for another GPU."""
     num_replicas: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Copies of a local service's model, which share the work; null takes one on GPUs of its own, and as many as there
-    are GPUs for where it shares those of the workers, so that no worker waits for another that has the teacher."""
+    """Replicas of a local service's model, which share the work; null takes one on GPUs of its own, and one per GPU on
+    GPUs shared with workers, so that no worker waits for another one's GPU."""
     gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
-    """Share of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what the model needs
-    to score where it shares them with the workers (printed by --dry-run)."""
+    """Fraction of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what scoring needs
+    on GPUs shared with workers (printed by --dry-run)."""
     cache: str | None = None
-    """Folder, on a local disk, that keeps the scores of given answers, so that repeated epochs and runs do not score
-    them again. Filled by python -m hybrid_gkd.teacher score, a run needs no teacher beside it."""
+    """Folder on a local disk that keeps the scores of given completions, so that further epochs and runs do not score
+    them again. If python -m hybrid_gkd.teacher score has filled it, a run needs no teacher."""
     cache_gigabytes: float = field(default=50.0, metadata=rules.POSITIVE)
-    """Size of that folder, 10^9 bytes, from which on nothing is added. A scored token takes about 6 * distillation.topk
-    bytes."""
+    """Maximum size of that folder, 10^9 bytes; nothing is added beyond it. A scored token takes about 6 *
+    distillation.topk bytes."""
     max_model_len: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Longest sequence a local service scores; null takes prompt limit + response limit + 1."""
+    """Longest sequence that a local service scores, tokens; null takes prompt limit + response limit + 1."""
     model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
 
     @property
     def is_stored(self) -> bool:
-        """Whether scores come from the cache alone, without a model or service."""
+        """Return whether scores come from the cache only, without a model or service."""
         return self.cache is not None and self.server_ip is None and self.model.path is None
 
     @property
     def is_local(self) -> bool:
-        """Whether the run starts a service of its own, if it needs one."""
+        """Return whether the run starts a service itself, if it needs one."""
         return self.server_ip is None and not self.is_stored
 
     @property
     def endpoints(self) -> list[str]:
-        """host:port of every given service; empty where server_ip has an empty entry."""
+        """Return host:port of every given service; an empty entry of server_ip stays empty."""
         hosts = [host.strip() for host in (self.server_ip or "").split(",")]
         port = TEACHER_PORT if self.server_port is None else self.server_port
         return [host if ":" in host or not host else f"{host}:{port}" for host in hosts]
@@ -380,17 +382,16 @@ class RefModelConfig:
     """The model of the reference policy."""
 
     path: str | None = None
-    """Hugging Face folder or hub id of a causal language model; null takes the student's, as it was before training."""
+    """Hugging Face folder or hub id of a causal language model; null takes the student's initial weights."""
 
 
 @dataclass
 class RefConfig:
-    """The reference policy, which actor.use_kl_loss and algorithm.use_kl_in_reward keep the student close to. It is
-    frozen and never saved."""
+    """The frozen reference policy of actor.use_kl_loss and algorithm.use_kl_in_reward; it is never saved."""
 
     model: RefModelConfig = field(default_factory=RefModelConfig)
     topk: int = field(default=64, metadata=rules.POSITIVE)
-    """Its candidates per position, for actor.kl_loss_type=full."""
+    """Candidates per position, for actor.kl_loss_type=full."""
 
 
 @dataclass
@@ -398,13 +399,13 @@ class ActorRolloutRefConfig:
     """Student, rollout engine and teacher."""
 
     hybrid_engine: bool = True
-    """Student and rollout engine take turns on the same GPUs; false gives the engine a pool of its own (section
-    rollout), where it generates while the student is updated (trainer.scheduler one_step_off or two_step_off)."""
+    """Let student and rollout engine alternate on the same GPUs; false gives the engine its own pool (section rollout),
+    in which it generates while the student is updated (trainer.scheduler one_step_off or two_step_off)."""
     nccl_timeout: float = field(default=600.0, metadata=rules.POSITIVE)
-    """Seconds that a collective, or a call to a worker, may take before the run ends with an error; in a generation,
+    """Timeout of a collective or a call to a worker, seconds, after which the run ends with an error; in a generation,
     the inactivity timeout of a worker (with rollout.name=hf, of one batch)."""
     load_timeout: float = field(default=1800.0, metadata=rules.POSITIVE)
-    """Seconds that the workers may take to start and to load their models, and to read or write a checkpoint."""
+    """Timeout for workers to start and load their models, and to read or write a checkpoint, seconds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

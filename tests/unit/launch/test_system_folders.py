@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.launch.folders import check_folders, try_to_write
+from hybrid_gkd.launch.system_folders import check_folders, try_to_write
 
 NOWHERE = "/proc/nowhere"  # not even root can write there
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
