@@ -51,7 +51,7 @@ LEFT_OUT = 2
 
 
 def write(state: dict[str, Tensor], folder: Path) -> None:
-    """As the worker and the store do."""
+    """Write a checkpoint as the worker and the store do."""
     parts = [
         Part(name, tensor.dtype, tuple(tensor.shape), tuple(tensor.shape), 0, lambda tensor=tensor: tensor)
         for name, tensor in state.items()
@@ -61,19 +61,19 @@ def write(state: dict[str, Tensor], folder: Path) -> None:
 
 
 def read(state: dict[str, Tensor], folder: Path) -> None:
-    """As the worker does."""
+    """Read the shards as the worker does."""
     files = ShardFiles(folder / "actor")
     for name, tensor in state.items():
         files.read(name, tensor, tuple(tensor.shape), 0)
 
 
 def check(state: dict[str, Tensor], folder: Path) -> None:
-    """As a start does."""
+    """Check a checkpoint as a start does."""
     assert find_damage(folder) == {}
 
 
 def seconds(action: Callable[[dict[str, Tensor], Path], object], state: dict[str, Tensor], folder: Path) -> float:
-    """Of one call, with what the device has to do for it."""
+    """Seconds of one call, with the work of the device."""
     started = time.perf_counter()
     action(state, folder)
     if torch.cuda.is_available():

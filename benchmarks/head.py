@@ -1,4 +1,4 @@
-"""What the fused head and its loss cost, beside the matrix products they are made of and beside other ways.
+"""Measure the fused head and its loss, beside the matrix products they are made of and beside other ways.
 
     python benchmarks/head.py
     python benchmarks/head.py --tokens 2048 --hidden-sizes 2048
@@ -147,7 +147,7 @@ CONTESTANTS: dict[str, Callable[..., object]] = {
 
 
 OURS = ("head_loss", "selected", "two_stage")
-"""Those that may have a float32 weight gradient."""
+"""Contestants that may have a float32 weight gradient."""
 
 
 def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What taking turns costs on GPUs: switches, copies, publishes, memory, throughput.
+"""Measure the hybrid engine on GPUs: switches, copies, publishes, memory, throughput.
 
     python benchmarks/hybrid_engine.py --shape 1.5b --gpus 1
     python benchmarks/hybrid_engine.py --shape 7b --prompts 32 --new-tokens 128 --enforce-eager --steps 5
@@ -99,7 +99,7 @@ def mean_difference(pairs: Iterable[tuple[np.ndarray | None, np.ndarray]]) -> fl
 
 @torch.no_grad()
 def reference_logprobs(path: str, samples: list[Sample]) -> dict[SampleId, np.ndarray]:
-    """Of the trained tokens, with the same weights and float32 throughout."""
+    """Return log-probabilities of the trained tokens, with the same weights in float32."""
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").cuda()
     found = {}
     for sample in samples:

@@ -78,7 +78,7 @@ def train(name: str, seed: int, folder: Path) -> None:
 
 
 def read(name: str, seeds: list[int], folder: Path) -> list[Run]:
-    """What there is of the runs with this name, one for each seed."""
+    """Return the stored runs of this name, one for each seed."""
     files = [folder / "hybrid_gkd" / f"{name}_{seed}" / "metrics.jsonl" for seed in seeds]
     return [
         [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files if file.exists()

@@ -29,7 +29,7 @@ NUM_UNUSED_ROWS = 271
 
 
 def full_tokenizer(shape: str) -> PreTrainedTokenizerFast:
-    """As many tokens as the model of this shape has in use."""
+    """Number of tokens that the model of this shape uses."""
     return make_tokenizer(num_words=SHAPES[shape][5] - NUM_UNUSED_ROWS - len(make_tokenizer()))
 
 

@@ -81,7 +81,7 @@ USED_BEFORE, EMPTY_WITHIN = 2 * 1024, 60.0
 
 
 def trl_versions(python: str) -> dict[str, str]:
-    """What its Python has of what TRL needs. Raises SystemExit: what is missing."""
+    """Return the versions of TRL's packages in its Python. Raises SystemExit: packages are missing."""
     try:
         done = subprocess.run(
             [python, "-c", FIND], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=60,
@@ -146,7 +146,7 @@ def peak_memory(device: str) -> Iterator[list[int]]:
 
 
 def deadline(args: argparse.Namespace) -> float:
-    """Of a run that begins now, by the monotonic clock."""
+    """Return the deadline of a run that begins now, by the monotonic clock."""
     return min(args.ends, time.monotonic() + 60 * args.minutes)
 
 
@@ -246,12 +246,12 @@ def micro_batches(args: argparse.Namespace, longest: int) -> list[int]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of the number, `most` at most."""
+    """Return the largest divisor of the number, `most` at most."""
     return max(size for size in range(1, most + 1) if number % size == 0)
 
 
 def figures(rows: list[dict[str, float]], warmup: int, peak: list[int]) -> dict[str, float]:
-    """Of the counted steps, one or more: seconds (median), tokens per second, GiB of the card at most."""
+    """Return median seconds, tokens per second and peak GiB of the counted steps."""
     counted = rows[warmup:]
     return {
         "step": statistics.median(row["seconds"] for row in counted),
@@ -377,7 +377,7 @@ def micro_batch(text: str) -> tuple[str | None, int]:
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line, with the sizes of the device."""
+    """Return the arguments of the command line, with the sizes of the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="configuration keys of this program, dotted.key=value")
     parser.add_argument("--device", choices=SIZES, default="cuda", help="and its sizes (%(default)s)")

@@ -63,7 +63,7 @@ def load_packed(generation: Any) -> None:
 
 
 class AutocastTrainer(DistillationTrainer):  # type: ignore[misc]
-    """As bf16=True asks for: accelerate puts its autocast around the student's forward, and TRL 1.16 calls others."""
+    """Compute the whole loss under autocast: accelerate wraps the student's forward, and TRL 1.16 calls others."""
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         with self.accelerator.autocast():

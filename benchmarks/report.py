@@ -1,4 +1,4 @@
-"""What keeping report.html costs a run: the processor's time of the process that writes it, and the page's size.
+"""Measure the cost of report.html for a run: the processor's time of the process that writes it, and the page's size.
 
     python benchmarks/report.py                 # runs of 100, 1,000 and 10,000 steps, three seconds a step
 
@@ -29,7 +29,7 @@ NEW_STEPS, WRITINGS = 10, 5
 
 
 def write_steps(tracking: Tracking, steps: range) -> None:
-    """What a run writes of these steps; every so many with a validation."""
+    """Return the rows that a run writes for these steps, some with a validation."""
     for step in steps:
         row = {name: step / (number + 7) for number, name in enumerate(NAMES)}
         tracking.log_lengths([(step * 31 + number * 17) % 512 for number in range(BATCH)], step)

@@ -59,7 +59,7 @@ from hybrid_gkd.teacher.server.supervisor import visible_gpus
 STORED = ROOT / "benchmarks" / "results"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 WARM_UP = f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1"
-"""Of the optimizer steps, as the methods take different numbers of them."""
+"""A fraction of the optimizer steps, since methods take different numbers of them."""
 SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
 STEPS = {"cuda": 110, "cpu": 20}
 """Training steps of a run, each of a rollout batch: 5.1M tokens of completions on a GPU."""
@@ -79,7 +79,7 @@ MOST_ROWS = 60
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the search chooses."""
+    """Hyperparameters that the search chooses."""
 
     rate: float
     mini_batch: int
@@ -117,7 +117,7 @@ class Method:
 
     title: str
     overrides: str = ""
-    """Of config/gpu_demo.yaml."""
+    """Overrides of config/gpu_demo.yaml."""
     given: str | None = None
     """Whose completions the rows have: "data", "teacher", or None."""
     settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 64))
@@ -230,7 +230,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all runs share."""
+    """Settings of all runs."""
 
     paths: DemoPaths
     device: str
@@ -238,7 +238,7 @@ class Settings:
     """Training steps of a run of length 1."""
     results: Path
     overrides: tuple[str, ...] = ()
-    """Of the recipe, for every run."""
+    """Overrides of the recipe for every run."""
     together: int = 1
     """Runs at the same time on each visible GPU, or without one."""
 
@@ -263,7 +263,7 @@ class Settings:
 
 
 def models_key(paths: DemoPaths) -> str:
-    """Of the weights that all runs begin at and learn from."""
+    """Return a hash of the teacher's and the first student's weights."""
     digest = hashlib.sha256()
     for folder in (paths.teacher, paths.student):
         digest.update((folder / "model.safetensors").read_bytes())
@@ -288,14 +288,14 @@ def obstacle(run: Run, settings: Settings) -> str | None:
 
 
 def overrides_of(run: Run, settings: Settings) -> list[str]:
-    """What a run differs in from the recipe and from other runs, at the head of its file."""
+    """Return the overrides that distinguish a run, for the head of its file."""
     fraction = SEARCH_FRACTION if run.searched else 1.0
     own = f"{run.regime.overrides} {run.method.overrides}".split()
     return [*own, *run.setting.overrides(round(fraction * settings.steps)), *settings.overrides]
 
 
 def program_overrides(run: Run, settings: Settings, folder: Path) -> list[str]:
-    """Of config/gpu_demo.yaml, for a run of the program itself."""
+    """Return all overrides of config/gpu_demo.yaml for a run of the program."""
     paths, own = settings.paths, overrides_of(run, settings)
     steps = max(1, round(run.setting.length * settings.steps * (SEARCH_FRACTION if run.searched else 1)))
     return [

@@ -195,7 +195,7 @@ def draw(specification: dict[str, Any], file: Path) -> None:
 
 
 def facts(runs: list[Stored]) -> str:
-    """What the runs have in common, and the dates. Raises SystemExit for runs of several models or devices."""
+    """Describe what the runs have in common. Raises SystemExit for runs of several models or devices."""
     for key in ("models", "device"):
         if len(found := sorted({run.head.get(key, "1") for run in runs})) > 1:
             raise SystemExit(f"runs with several {key} cannot be compared: {', '.join(found)}")

@@ -94,12 +94,12 @@ def steps_left_out(args: argparse.Namespace, schedule: str) -> tuple[int, int]:
 
 
 def total_steps(args: argparse.Namespace, schedule: str) -> int:
-    """Of a run."""
+    """Return the number of steps of a run."""
     return int(args.steps + sum(steps_left_out(args, schedule)))
 
 
 def configure(args: argparse.Namespace, schedule: str, inputs: list[str]) -> Config:
-    """Of one run."""
+    """Return the configuration of one run."""
     separate = schedule.startswith("separate")
     gpus = [f"trainer.n_gpus_per_node={max(1, args.gpus // 2) if separate else args.gpus}"]
     gpus += [f"rollout.n_gpus_per_node={max(1, args.gpus - args.gpus // 2)}"] if separate else []

@@ -34,7 +34,7 @@ from hybrid_gkd.types import Reading, TopK
 TIMEOUT = 900.0
 MEMORY = 0.8
 ACCURACY_TOKENS = (64, 192)
-"""Of a prompt and its response."""
+"""Tokens of a prompt with its response."""
 
 
 def random_readings(count: int, num_prompt: int, num_response: int, vocabulary: int) -> list[Reading]:
@@ -102,7 +102,7 @@ def ask(
     address: str, keys: str, folder: str, readings: list[Reading], few: list[Reading], topk: int, in_flight: int,
     workers: list[int], broker: int,
 ) -> tuple[dict[str, Any], list[TopK]]:
-    """What a client process sees of scoring `readings`, after a warm-up, and the scores of `few`."""
+    """Score `readings` in a client process after a warm-up; return its measurements and the scores of `few`."""
     tokenizer = load_tokenizer(folder)
     with TeacherClient(
         [address], topk=topk, vocab_size=len(tokenizer), request_timeout=TIMEOUT, n_server_workers=in_flight,

@@ -1,4 +1,4 @@
-"""What fewer bits of the teacher's weights change in its scores, and in the loss of a student that learns from them.
+"""Measure how quantized teacher weights change its scores, and the loss of a student that learns from them.
 
     python benchmarks/teacher_precision.py
     python benchmarks/teacher_precision.py --device cpu --sequences 16
@@ -46,7 +46,7 @@ VARIANTS = {
 
 @torch.inference_mode()
 def answers(folder: Path, rows: list[Row], device: str) -> tuple[list[Reading], list[Tensor]]:
-    """What the student says, its answers to be scored, and its log-probabilities [R, V] of every answer, on the CPU."""
+    """Return the student's completions, their readings, and its log-probabilities [R, V] of each, on the CPU."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     texts = [prompt_text(row["prompt"]) for row in rows]
@@ -85,7 +85,7 @@ def loss(scores: list[TopK], student: list[Tensor]) -> Tensor:
 
 
 def differences(scores: list[TopK], exact: list[TopK]) -> tuple[Tensor, Tensor, float]:
-    """Of the log-probabilities of the answers' tokens, of ids that both have, and the share of ids in common."""
+    """Return differences of the tokens' log-probabilities and of common ids, and the fraction of ids in common."""
     sampled, common, kept = [], [], []
     for found, right in zip(scores, exact, strict=True):
         same = found.ids[:, :, None] == right.ids[:, None, :]

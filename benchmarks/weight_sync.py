@@ -35,7 +35,7 @@ TIMEOUT = 600.0
 
 
 class Row(NamedTuple):
-    """What one process saw of one pass."""
+    """Measurements of one pass in one process."""
 
     way: str
     number: int

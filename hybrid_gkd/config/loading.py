@@ -105,7 +105,7 @@ def _fill_missing(merged: DictConfig) -> list[ConfigError]:
     for key in missing:
         OmegaConf.update(merged, key, "")
     demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
-    rule = f"must be given; --config-name {demo} has models and data of its own"
+    rule = f"must be set; --config-name {demo} needs no models and data"
     return [ConfigError(key, rule, show_value=False, missing=True) for key in missing]
 
 

@@ -60,7 +60,7 @@ class Objective:
         return {**signals, "sequence_log_ratio": (sums[0] / sums[1].clamp(min=1))[numbers]}
 
     def entropy_weights(self, signals: Signals, num_rows: int, device: torch.device) -> Tensor | None:
-        """What a row's entropy counts in the loss, [R], for the head; None where it does not."""
+        """Return the coefficient of each row's entropy in the loss, [R], for the head; None without an entropy term."""
         if not self.entropy_coeff:
             return None
         weights = signals["weights"] if "weights" in signals else torch.ones(num_rows, device=device)
@@ -127,7 +127,7 @@ def _factors(term: Term) -> tuple[str, ...]:
 
 
 def _student(term: Term, blocks: dict[str, slice], logprobs: Tensor, known: Tensor | None) -> Student:
-    """What a term sees of the student; where the sample lacks its signal, about what the signal is there."""
+    """Return the student's inputs of a term; rows without its signal have neutral values."""
     if known is not None:
         logprobs = torch.where(known[:, None], logprobs, -math.log(logprobs.shape[1]))
     columns = blocks.get(term.signal, slice(0, 0))

@@ -19,7 +19,7 @@ from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.table import DIVERGENCES, Divergence, PolicyLoss
 
 Signals = Mapping[str, Tensor]
-"""Of the trained tokens of a micro-batch or of a chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r], and of
+"""Tensors of the trained tokens of a micro-batch or chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r], and of
 candidates <name>.logprobs [r, K], <name>.tail_logprobs [r] and <name>.sampled_logprobs [r]. What no sample has is left
 out; has.<name>, bool [r], says which rows have it, where not all do. sequence_log_ratio: see `Objective`; quarter: of
 its answer that a token is in, 0 to 3."""
@@ -28,7 +28,7 @@ Metrics = dict[str, Tensor]
 
 
 QUARTERS = 4
-"""Of an answer of R tokens: token r is in quarter floor(4 r / R)."""
+"""Quarters of a completion of R tokens: token r is in quarter floor(4 r / R)."""
 
 
 class Student(NamedTuple):
@@ -47,13 +47,13 @@ class Term:
     """One summand of the loss."""
 
     name: str
-    """Of TERMS in table.py; weights/<name> are its weights where it is not of all samples."""
+    """Name in TERMS of table.py; weights/<name> are its weights unless it applies to all samples."""
     signal: str
-    """What a sample must have; <signal>_weights are further factors."""
+    """Signal that a sample must have; <signal>_weights are further factors."""
     function: Callable[[Signals, Student], tuple[Tensor, Metrics]]
     """A chunk's signals and the student -> the value [r], with gradient, and what is reported."""
     of_sampled: bool
-    """Of the sampled token: `sampled_weights` are factors of it."""
+    """Whether it is a term of the sampled token, with `sampled_weights` as factors."""
     of_candidates: bool = False
     """Its signal has candidates."""
     coefficient: float = 1.0

@@ -21,7 +21,7 @@ KEY = "distillation.token_weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSignals:
-    """What a function of weights reads of one completion."""
+    """Inputs of a weight function for one completion."""
 
     token_ids: np.ndarray
     """int32 [R], the trained tokens."""
@@ -49,7 +49,7 @@ def num_selected(fraction: float, count: int) -> int:
     return math.ceil(fraction * count - 1e-9)
 
 
-def evaluate(row: TokenWeights, signals: TokenSignals) -> np.ndarray:
+def compute_weights(row: TokenWeights, signals: TokenSignals) -> np.ndarray:
     """Return the weights of a completion, float32 [R]. Raises ConfigError unless each is finite and at least 0."""
     weights = np.asarray(row.function(signals, **row.options))
     if weights.shape != (signals.length,):
@@ -73,7 +73,7 @@ def check_token_weights(row: TokenWeights, *, topk: int) -> None:
         token_ids=np.arange(5, dtype=np.int32), positions=np.arange(5), length=5, logprobs=each[:, 0], teacher=teacher
     )
     try:
-        evaluate(row, signals)
+        compute_weights(row, signals)
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's code raises

@@ -79,7 +79,7 @@ def _block_statistics(
     logits, row_stride, inverse_temperatures, maxima, sums, num_columns, num_ids,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Of every block the largest element that may be chosen, and the log-sum-exp at the row's temperature."""
+    """Compute each block's largest allowed element, and its log-sum-exp at the row's temperature."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.losses.token_weights import TokenSignals, evaluate, num_selected
+from hybrid_gkd.losses.token_weights import TokenSignals, compute_weights, num_selected
 from hybrid_gkd.types import Sample, TopK
 
 
@@ -53,7 +53,7 @@ class Weighting:
     def _weighed(self, sample: Sample) -> Sample:
         assert self._row is not None
         scores = sample.signals.get("teacher")
-        weights = evaluate(self._row, TokenSignals(
+        weights = compute_weights(self._row, TokenSignals(
             token_ids=sample.trained_ids, positions=np.arange(sample.num_trained), length=sample.num_trained,
             logprobs=sample.logprobs, teacher=scores if isinstance(scores, TopK) else None,
         ))  # fmt: skip

@@ -21,20 +21,8 @@ SHARED_NAMES = {
     "main": "the entry point of each command",
 }
 """Public names of several folders, and why."""
-PENDING = (
-    "hybrid_gkd/losses", "hybrid_gkd/ppo", "hybrid_gkd/reporting", "hybrid_gkd/rollout", "hybrid_gkd/scoring",
-    "hybrid_gkd/student", "hybrid_gkd/teacher", "benchmarks",
-)  # fmt: skip
-"""Folders whose texts are not rewritten yet."""
-
-
-def is_pending(file):
-    return str(file.relative_to(ROOT)).startswith(tuple(f"{folder}/" for folder in PENDING))
-
-
 FILES = [
     file for folder in ("hybrid_gkd", "benchmarks", "tests") for file in sorted((ROOT / folder).rglob("*.py"))
-    if not is_pending(file)
 ]  # fmt: skip
 
 
@@ -81,8 +69,6 @@ def public_names():
     """Name of a public class or function -> the folders of hybrid_gkd that define it."""
     found = {}
     for file in sorted((ROOT / "hybrid_gkd").rglob("*.py")):
-        if is_pending(file):
-            continue
         folder = file.relative_to(ROOT / "hybrid_gkd").parts[0]
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):

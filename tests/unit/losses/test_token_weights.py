@@ -15,7 +15,7 @@ from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.losses.head import RowStatistics, row_statistics
 from hybrid_gkd.losses.selection import confident_wrong, highest, student_entropy
 from hybrid_gkd.losses.table import TOKEN_WEIGHTS, token_weights
-from hybrid_gkd.losses.token_weights import KEY, TokenSignals, check_token_weights, evaluate, num_selected
+from hybrid_gkd.losses.token_weights import KEY, TokenSignals, check_token_weights, compute_weights, num_selected
 from hybrid_gkd.testing import make_sample, tiny_config
 from hybrid_gkd.types import TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
@@ -45,7 +45,7 @@ def test_the_first_tokens_of_a_completion_have_weight_1(fraction):
         number = math.ceil(Fraction(fraction) * length)  # exact, where 0.1 * 30 in floats is above 3
         assert num_selected(float(fraction), length) == number
         expected = [1.0] * number + [0.0] * (length - number)
-        np.testing.assert_array_equal(evaluate(row, signals(length)), np.array(expected, np.float32))
+        np.testing.assert_array_equal(compute_weights(row, signals(length)), np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize(("chunk_rows", "num_ids", "temperature"), [(None, None, 1.0), (4, 20, 0.7), (1, 23, 2.0)])
@@ -115,9 +115,9 @@ def test_the_example_of_the_pages(tmp_path):
         ids=ones.astype(np.int32), logprobs=ones, tail_logprobs=ones[:, 0],
         sampled_logprobs=np.array([-1, -2, -9], np.float32),
     )  # fmt: skip
-    found = evaluate(row, signals(3, teacher=teacher, logprobs=np.array([-3, -1, -1], np.float32)))
+    found = compute_weights(row, signals(3, teacher=teacher, logprobs=np.array([-3, -1, -1], np.float32)))
     np.testing.assert_array_equal(found, np.array([0, 1, 2], np.float32))
-    np.testing.assert_array_equal(evaluate(row, signals(2, teacher=teacher)), np.ones(2, np.float32))
+    np.testing.assert_array_equal(compute_weights(row, signals(2, teacher=teacher)), np.ones(2, np.float32))
 
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

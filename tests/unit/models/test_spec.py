@@ -101,5 +101,5 @@ def test_layers_of_several_kinds_are_changed_by_name(tmp_path):
 @pytest.mark.parametrize("rope", [{"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 8.0}])
 def test_a_scaling_that_lacks_a_parameter_is_refused_by_its_name(rope, tmp_path):
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"override_config: .* rope_scaling: KeyError: .*'(factor|low_freq_factor)'"):
+    with pytest.raises(ConfigError, match=r"invalid rope_scaling .*: KeyError: .*'(factor|low_freq_factor)'"):
         read_config(str(tmp_path), False, {"rope_scaling": rope})
