@@ -511,6 +511,7 @@ def write_prompts(runs: list[Run], settings: Settings) -> None:
     for run in runs:
         file = settings.prompts(run)
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             own = written if run.method.given == "teacher" else rows
             if run.method.given == "data":
                 own = [row | {"given": row["answer"]} for row in rows]

@@ -119,6 +119,8 @@ class Judge:
 
     def __init__(self, teacher: Any, tokenizer: Any, prompts: list[str], ends: list[int]):
         self.teacher, self.tokenizer, self.ends = teacher, tokenizer, ends
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token_id = ends[0]  # never read
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         self.encoded = [
             tokenizer.apply_chat_template(

@@ -1,14 +1,15 @@
 """docs/results.md and its pictures from the runs that benchmarks/results.py has stored; trains nothing.
 
-The conclusions of the page are files beside the runs, one for each regime (`many.md`), written by whoever has looked at
-the curves; `more.md` comes last.
+The runs of a task lie in one folder: those of gpu_demo in benchmarks/results, those of other models in folders below it.
+Texts of the page are files beside the runs: the task with a heading (`about.md`), the conclusions on a regime
+(`many.md`), and what comes last (`more.md`), which the page has also without runs.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,10 @@ COLUMNS = (
     "training/staleness",
 )  # fmt: skip
 METHOD = """\
-Word problems with worked solutions (`config/gpu_demo.yaml`), 512 held out, half of them with templates that no training
-text has; completions are validated greedily, so that 50 % right has a standard error of 2.2 points. Every run begins at
-the same student and lowers its rate to 0 by a cosine: the end of a run is its result, and the points before it are on
-the way. Minutes are those of training steps, the writing of the teacher's completions included where a run reads them,
-without loading, validation and saving. A cell is the mean of the seeds, and the lowest to the highest."""
+All runs of a table begin at the same student and lower their rate to 0 by a cosine: the end of a run is its result, and
+the points before it are on the way. Minutes are those of training steps, the writing of the teacher's completions
+included where a run reads them, without loading, validation and saving. A cell is the mean of the seeds, and the lowest
+to the highest."""
 Row = dict[str, float]
 AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
 
@@ -37,7 +37,11 @@ class Panel(NamedTuple):
     unit: float = 1.0
 
 
-ACCURACY = tuple(Panel(axis, "val/accuracy", "accuracy on held-out problems, %", 100) for axis in AXES)
+PANELS = {
+    "Accuracy": tuple(Panel(axis, "val/accuracy", "accuracy on held-out problems, %", 100) for axis in AXES),
+    "Divergence": tuple(Panel(axis, "val/forward_kl", "held-out KL(teacher, student), nats/token") for axis in AXES),
+}
+"""Pictures by name, for runs with and without an accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +59,19 @@ class Stored:
     def seed(self) -> int:
         return int(self.head["seed"])
 
-    def accuracies(self, axis: str) -> list[tuple[float, float]]:
-        """(minutes or answer tokens, accuracy in %) at every validation."""
-        return [(x, 100 * y) for x, y in self.points(axis, "val/accuracy")]
-
     def points(self, axis: str, metric: str) -> list[tuple[float, float]]:
         """(minutes or answer tokens, metric) where it was measured."""
         return [(row[axis], row[metric]) for row in self.rows if metric in row]
 
     @property
     def quality(self) -> float:
-        """At the end, higher is better: accuracy in %, or without one minus the divergence from the teacher."""
-        found = self.accuracies("minutes")
-        return found[-1][1] if found else -self.points("minutes", "val/forward_kl")[-1][1]
+        """At the end, higher is better: accuracy, or without one minus the divergence from the teacher."""
+        (found,) = self.last("val/accuracy") or [-each for each in self.last("val/forward_kl")]
+        return found
+
+    def last(self, metric: str) -> list[float]:
+        """Return the last value of a metric, or nothing where it was never measured."""
+        return [row[metric] for row in self.rows if metric in row][-1:]
 
     def end(self, axis: str) -> float:
         """Where the last validation was."""
@@ -106,7 +110,9 @@ def value_at(points: list[tuple[float, float]], where: float) -> float:
 
 
 def spread(values: list[float], digits: int = 1) -> str:
-    """Mean, and lowest to highest where there are several values."""
+    """Mean, and lowest to highest where there are several values; empty without any."""
+    if not values:
+        return ""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
@@ -118,10 +124,9 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, each in runs.items():
-        divergences = [points[-1][1] for run in each if (points := run.points("minutes", "val/forward_kl"))]
         cells = [
-            spread([run.accuracies("minutes")[-1][1] for run in each]),
-            spread(divergences, 4) if divergences else "",
+            spread([100 * end for run in each for end in run.last("val/accuracy")]),
+            spread([end for run in each for end in run.last("val/forward_kl")], 4),
             spread([run.end("minutes") for run in each], 2),
             spread([run.end("answer_tokens") / 1e6 for run in each], 2),
             each[0].head["setting"],
@@ -131,13 +136,20 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
 
 
 def search_table(found: list[Stored], titles: dict[str, str]) -> str:
-    """Markdown: accuracy at the end of the runs of the search, by method and setting."""
-    lines = ["| method | setting: accuracy, % |", "|---|---|"]
+    """Markdown: the end of the runs of the search, by method and setting."""
+    accuracy = has_accuracy(found)
+    lines = [f"| method | setting: {'accuracy, %' if accuracy else 'KL(teacher, student), nats/token'} |", "|---|---|"]
     for name, title in titles.items():
-        ends = {run.head["setting"]: run.accuracies("minutes")[-1][1] for run in found if run.name == name}
+        ends = {run.head["setting"]: run.quality for run in found if run.name == name}
         if ends:
-            lines.append(f"| {title} | {'; '.join(f'{setting}: {end:.1f}' for setting, end in ends.items())} |")
+            cells = (f"{each}: {100 * end:.1f}" if accuracy else f"{each}: {-end:.4f}" for each, end in ends.items())
+            lines.append(f"| {title} | {'; '.join(cells)} |")
     return "\n".join(lines)
+
+
+def has_accuracy(found: Iterable[Stored]) -> bool:
+    """Return whether runs count right completions; without rewards they measure the divergence alone."""
+    return any(run.last("val/accuracy") for run in found)
 
 
 def means(curves: list[list[tuple[float, float]]]) -> list[tuple[float, dict[str, float]]]:
@@ -149,9 +161,7 @@ def means(curves: list[list[tuple[float, float]]]) -> list[tuple[float, dict[str
     return found
 
 
-def chart(
-    runs: dict[str, list[Stored]], titles: dict[str, str], panels: Sequence[Panel] = ACCURACY
-) -> dict[str, Any]:
+def chart(runs: dict[str, list[Stored]], titles: dict[str, str], panels: Sequence[Panel]) -> dict[str, Any]:
     """A Vega-Lite specification: the panels side by side, the mean of the seeds between the lowest and the highest."""
     drawn = []
     for panel in panels:
@@ -212,40 +222,52 @@ def facts(runs: list[Stored]) -> str:
 
 
 def by_name(found: list[Stored], titles: dict[str, str]) -> dict[str, list[Stored]]:
-    """The runs in the order of their titles. Raises SystemExit: there are none, or some without a title."""
-    if not found:
-        raise SystemExit("no runs are stored: the same command with run makes them")
+    """The runs in the order of their titles. Raises SystemExit for runs without a title."""
     if unknown := sorted({run.name for run in found} - titles.keys()):
         raise SystemExit(f"stored runs that the list does not have: {', '.join(unknown)}")
     return {name: each for name in titles if (each := [run for run in found if run.name == name])}
 
 
-def report(folder: Path, regimes: dict[str, tuple[str, dict[str, str]]], docs: Path) -> None:
+def report(root: Path, regimes: dict[str, tuple[str, dict[str, str]]], docs: Path) -> None:
     """Write docs/results.md and a picture for each regime: its title, and the titles of its methods by run.
 
     Raises SystemExit where there is nothing to show or nothing to compare.
     """
-    every = {name: title for _, titles in regimes.values() for name, title in titles.items()}
-    found = read_all(folder)
-    runs = by_name(found, every)
-    parts = ["# Results", METHOD, facts(found)]
-    for regime, (title, titles) in regimes.items():
-        some = {name: runs[name] for name in titles if name in runs}
-        if some:
-            draw(chart(some, titles), docs / f"results_{regime}.svg")
-            parts += [f"## {title}", *words(folder / f"{regime}.md")]
-            parts += [f"![Accuracy by minutes and by tokens](results_{regime}.svg)", table(some, titles)]
-    if searched := read_all(folder / "search"):
-        parts += ["## Search", "One seed, a third of the steps; the best setting of a method trains its seeds."]
-        for title, titles in regimes.values():
-            if any(run.name in titles for run in searched):
-                parts += [f"{title}:", search_table(searched, titles)]
-    parts += words(folder / "more.md")
+    folders = [root, *sorted(each for each in root.glob("*") if each.is_dir() and each.name != "search")]
+    runs = {folder: found for folder in folders if (found := read_all(folder))}
+    if not runs:
+        raise SystemExit("no runs are stored: the same command with run makes them")
+    parts = ["# Results", METHOD]
+    for folder, found in runs.items():
+        parts += section(folder, found, regimes, docs)
+    for folder in folders:
+        parts += words(folder / "more.md")
     parts.append("This page is generated: `python benchmarks/results.py report`, from `benchmarks/results/`.")
     (docs / "results.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(docs / "results.md")
 
 
+def section(
+    folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dict[str, str]]], docs: Path
+) -> list[str]:
+    """Return the page's paragraphs on the runs of one folder, and draw their pictures."""
+    runs = by_name(found, {name: title for _, titles in regimes.values() for name, title in titles.items()})
+    parts = [*words(folder / "about.md"), facts(found)]
+    for regime, (title, titles) in regimes.items():
+        some = {name: runs[name] for name in titles if name in runs}
+        if some:
+            picture = "Accuracy" if has_accuracy(run for each in some.values() for run in each) else "Divergence"
+            draw(chart(some, titles, PANELS[picture]), docs / f"results_{regime}.svg")
+            parts += [f"### {title}", *words(folder / f"{regime}.md")]
+            parts += [f"![{picture} by minutes and by tokens](results_{regime}.svg)", table(some, titles)]
+    if searched := read_all(folder / "search"):
+        parts += ["### Search", "One seed, a third of the steps; the best setting of a method trains its seeds."]
+        for title, titles in regimes.values():
+            if some_searched := [run for run in searched if run.name in titles]:
+                parts += [f"{title}:", search_table(some_searched, titles)]
+    return parts
+
+
 def words(file: Path) -> list[str]:
-    """The conclusions of whoever has looked at the curves, where they are written."""
+    """Return the text of a file beside the runs, if it is there."""
     return [file.read_text(encoding="utf-8").strip()] if file.exists() else []
