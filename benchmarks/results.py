@@ -65,6 +65,8 @@ STEPS = {"cuda": 110, "cpu": 20}
 """Training steps of a run, each of a rollout batch: 5.1M tokens of completions on a GPU."""
 BATCH = {"cuda": 256, "cpu": 32}
 """Prompts of a rollout, as in the recipe."""
+MINI_BATCH_DIVISOR = {"cuda": 1, "cpu": 16}
+"""Rollouts on a CPU have fewer prompts, of which the mini-batches of a setting are a part."""
 SEARCH_FRACTION = 1 / 3
 """Length of a run of the search."""
 FEW = 512
@@ -96,10 +98,11 @@ class Setting:
         """For the name of a file."""
         return f"{self.rate:g}-{self.mini_batch}-{self.length:g}"
 
-    def overrides(self, steps: int) -> list[str]:
+    def overrides(self, steps: int, device: str) -> list[str]:
         """Configuration of a run that would have so many training steps at length 1."""
+        mini_batch = max(1, self.mini_batch // MINI_BATCH_DIVISOR[device])
         return [
-            f"{ACTOR}.optim.lr={self.rate:g}", f"{ACTOR}.ppo_mini_batch_size={self.mini_batch}",
+            f"{ACTOR}.optim.lr={self.rate:g}", f"{ACTOR}.ppo_mini_batch_size={mini_batch}",
             f"trainer.total_training_steps={max(1, round(self.length * steps))}",
         ]  # fmt: skip
 
@@ -291,7 +294,7 @@ def overrides_of(run: Run, settings: Settings) -> list[str]:
     """Return the overrides that distinguish a run, for the head of its file."""
     fraction = SEARCH_FRACTION if run.searched else 1.0
     own = f"{run.regime.overrides} {run.method.overrides}".split()
-    return [*own, *run.setting.overrides(round(fraction * settings.steps)), *settings.overrides]
+    return [*own, *run.setting.overrides(round(fraction * settings.steps), settings.device), *settings.overrides]
 
 
 def program_overrides(run: Run, settings: Settings, folder: Path) -> list[str]:

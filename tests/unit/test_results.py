@@ -1,87 +1,133 @@
-"""docs/results.md from stored runs: equal tokens, equal minutes, and what is refused."""
+"""docs/results.md from stored runs: the page, the choice of settings, and runs that fail or are stopped."""
 
 import json
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from torch.nn import functional as F
 
 import hybrid_gkd
-from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
-from hybrid_gkd.errors import DataError
 from hybrid_gkd.reporting.metric_table import METRICS
 
 sys.path.insert(0, str(Path(hybrid_gkd.__file__).parents[1] / "benchmarks"))
 import results  # type: ignore[import-not-found]
-import results_gsm8k
+import results_compress
 import results_report
+from results import Run, Setting
 
-TITLES = {name: run.title for name, run in results.RUNS.items()}
+TITLES = {
+    "many": ("Many prompts", {"many-opd": "distillation", "many-grpo": "GRPO"}),
+    "few": ("Few prompts", {"few-opd": "distillation"}),
+    "compress": ("A smaller model", {"compress-opd": "distillation"}),
+}
 HEAD = {
-    "models": "abc", "device": "CPU", "code": "123", "overrides": "", "date": "2026-01-01",
-    "teacher": "38M parameters, 85.0 % right", "student": "6M parameters, 12.0 % right",
+    "models": "abc", "device": "CPU", "code": "123", "date": "2026-01-01", "setting": "rate 0.001, mini-batch 32",
+    "overrides": "", "teacher": "38M parameters, 85.0 % right", "student": "6M parameters, 12.0 % right",
 }  # fmt: skip
+SETTING = Setting(1e-3, 32)
 
 
-def stored(folder, name, seed, points, **head):
-    """A run with accuracies at (minutes, answer tokens)."""
-    rows = [{"step": i, "minutes": m, "answer_tokens": t, "val/accuracy": a} for i, (m, t, a) in enumerate(points)]
-    results.store(folder / f"{name}-{seed}.csv", HEAD | {"run": name, "seed": seed} | head, rows)
+def stored(file, points, metric="val/accuracy", **head):
+    """Store a run, in a file NAME-seed-SEED.csv, with values of the metric at (minutes, answer tokens)."""
+    name, _, seed = file.stem.partition("-seed-")
+    rows = [{"step": i, "minutes": m, "answer_tokens": t, metric: value} for i, (m, t, value) in enumerate(points)]
+    results.store(file.with_stem(f"{name}-{seed}"), HEAD | {"run": name, "seed": seed} | head, rows)
 
 
-def write(folder, docs):
-    results_report.report(results_report.read_all(folder), TITLES, docs, folder / "conclusions.md")
+def make_settings(folder, **changes):
+    fields = {"paths": DemoPaths.under(folder), "device": "cpu", "steps": 6, "results": folder / "stored"}
+    return results.Settings(**fields | changes)
 
 
 @pytest.mark.slow
-def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
-    stored(tmp_path, "opd", 0, [(0, 0, 0.1), (2, 1e6, 0.5), (4, 2e6, 0.9)])
-    stored(tmp_path, "opd", 1, [(0, 0, 0.1), (2, 1e6, 0.7), (4, 2e6, 0.7)])
-    stored(tmp_path, "sft_data", 0, [(0, 0, 0.1), (1, 4e6, 0.3)])
-    stored(tmp_path, "opd_k1", 0, [(0, 0, 0.1), (4, 2e6, 0.2)], together=2)
-    (tmp_path / "conclusions.md").write_text("What they say.\n", encoding="utf-8")
-    write(tmp_path, tmp_path)
+def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_path):
+    stored(tmp_path / "many-opd-seed-0.csv", [(0, 0, 0.1), (2, 1e6, 0.5), (4, 2e6, 0.9)])
+    stored(tmp_path / "many-opd-seed-1.csv", [(0, 0, 0.1), (2, 1e6, 0.5), (4, 2e6, 0.7)])
+    stored(tmp_path / "few-opd-seed-0.csv", [(0, 0, 0.1), (1, 4e6, 0.3)], together=2)
+    other, search = tmp_path / "compress", {"searched": "1", "setting": "rate 3"}
+    stored(other / "compress-opd-seed-0.csv", [(0, 0, 0.3), (1, 1e6, 0.2)], "val/forward_kl", models="x")
+    stored(other / "search" / "compress-opd-seed-0.csv", [(0, 0, 0.3), (1, 1e6, 0.25)], "val/forward_kl", **search)
+    stored(tmp_path / "search" / "many-opd-seed-0.csv", [(0, 0, 0.1), (1, 1e6, 0.4)], **search)
+    (tmp_path / "empty").mkdir()
+    for name in ("about", "few", "more", "compress/about", "empty/about"):
+        (tmp_path / f"{name}.md").write_text(f"Words of {name}.\n", encoding="utf-8")
+    results_report.report(tmp_path, TITLES, tmp_path)
     page = (tmp_path / "results.md").read_text(encoding="utf-8")
-    head, _, opd, sft, *_, base, variant = [line for line in page.splitlines() if line.startswith("|")]
-    assert "after 2 M answer tokens | after 1 minutes | at its end" in head
-    # At one minute between the validations at 0 and 2 minutes; sft_data has 0.2 halfway to its 4 M tokens.
-    assert opd.split(" | ")[1:5] == ["2", "80.0 (70.0 to 90.0)", "35.0 (30.0 to 40.0)", "80.0 (70.0 to 90.0)"]
-    assert sft.split(" | ")[1:5] == ["1", "20.0", "30.0", "30.0"]
-    assert base.split(" | ")[1] == "2"  # a variant has one seed, and what that says is in the spread of these
-    assert variant.startswith("| K = 1 (`opd_k1`) | 1 | 20.0 | 20.0 |")
-    assert "What they say." in page
-    assert ", 1 or 2 runs at a time on each; " in page
-    assert "teacher 38M parameters, 85.0 % right; student 6M parameters, 12.0 % right; models abc" in page
-    for kind in ("methods", "variants"):
-        assert f"(results_{kind}.svg)" in page
-        svg = (tmp_path / f"results_{kind}.svg").read_text(encoding="utf-8")
-        assert svg.startswith("<svg")
-        assert "accuracy on held-out problems" in svg
+    setting = HEAD["setting"]
+    parts = [
+        "Words of about.", "1 or 2 runs at a time on each; teacher 38M parameters, 85.0 % right; student 6M",
+        "### Many prompts", "![Accuracy by minutes and by tokens](results_many.svg)",
+        f"| distillation | 2 | 80.0 (70.0 to 90.0) |  | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | {setting} |",
+        "### Few prompts", "Words of few.", f"| distillation | 1 | 30.0 |  | 1.00 | 4.00 | {setting} |",
+        "### Search", "| distillation | rate 3: 40.0 |",
+        "Words of compress/about.", "models x;",
+        "![Divergence by minutes and by tokens](results_compress.svg)",
+        f"| distillation | 1 |  | 0.2000 | 1.00 | 1.00 | {setting} |", "| distillation | rate 3: 0.2500 |",
+        "Words of more.",
+    ]  # fmt: skip
+    places = [page.find(part) for part in parts]
+    assert -1 not in places, parts[places.index(-1)]
+    assert places == sorted(places)
+    assert "GRPO" not in page  # it has no runs
+    assert "Words of empty" not in page
+    for regime, label in (("many", "accuracy on"), ("few", "accuracy on"), ("compress", "KL(teacher, student)")):
+        assert label in (tmp_path / f"results_{regime}.svg").read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_compared_or_read_is_refused(tmp_path):
+    def write():
+        results_report.report(tmp_path, TITLES, tmp_path)
+
     with pytest.raises(SystemExit, match="no runs are stored"):
-        write(tmp_path, tmp_path)
-    stored(tmp_path, "opd", 0, [(0, 0, 0.1), (2, 1e6, 0.5)])
-    stored(tmp_path, "opd", 1, [(0, 0, 0.1), (2, 1e6, 0.5)], models="other")
+        write()
+    points = [(0, 0, 0.1), (2, 1e6, 0.5)]
+    stored(tmp_path / "many-opd-seed-0.csv", points)
+    stored(tmp_path / "many-opd-seed-1.csv", points, models="other")
     with pytest.raises(SystemExit, match="several models cannot be compared: abc, other"):
-        write(tmp_path, tmp_path)
-    (tmp_path / "opd-1.csv").write_text("step\n1\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"opd-1\.csv is no stored run"):
-        write(tmp_path, tmp_path)
+        write()
+    stored(tmp_path / "many-opd-seed-1.csv", points, run="many-unknown")
+    with pytest.raises(SystemExit, match="runs that the list does not have: many-unknown"):
+        write()
+    (tmp_path / "many-opd-1.csv").write_text("step\n1\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"many-opd-1\.csv is no stored run"):
+        write()
     assert not (tmp_path / "results.md").exists()
 
 
+@pytest.mark.parametrize(("name", "metric", "best"), [("few-opd", "val/accuracy", 2), ("compress-opd", "val/forward_kl", 1)])
+def test_the_best_setting_of_the_search_is_chosen(tmp_path, name, metric, best):
+    settings = results.RUNS[name][1].settings
+    assert results.chosen(name, tmp_path) == settings[0]
+    for setting, end in zip(settings[1:], (0.2, 0.4), strict=False):
+        file = Run(name, setting, searched=True).file(tmp_path)
+        rows = [{"step": 0, "minutes": 0, "answer_tokens": 0, metric: 0.3},
+                {"step": 1, "minutes": 1, "answer_tokens": 1, metric: end}]  # fmt: skip
+        results.store(file, HEAD | {"run": name, "seed": 0}, rows)
+    assert results.chosen(name, tmp_path) == settings[best]
+    wanted = results.wanted("run", [name, "many-grpo"], [0, 1], tmp_path)
+    assert [(run.name, run.seed) for run in wanted] == [(each, seed) for seed in (0, 1) for each in (name, "many-grpo")]
+    assert wanted[0].setting == settings[best]
+    assert len(results.wanted("search", [name], [0, 1], tmp_path)) == len(settings)
+
+
 def test_a_run_that_would_be_made_otherwise_now_is_missing(tmp_path):
-    stored(tmp_path, "grpo", 0, [(0, 0, 0.1)], overrides="actor_rollout_ref.actor.optim.lr=1")
-    stored(tmp_path, "grpo", 1, [(0, 0, 0.1)], overrides=f"{results.own_overrides(results.RUNS['grpo'])} a=1")
-    assert results.whole(results_report.read_all(tmp_path)) == {("grpo", 1)}
+    run, settings = Run("many-grpo", SETTING), make_settings(tmp_path)
+    assert not results.is_stored(run, settings)
+    now = " ".join(results.overrides_of(run, settings))
+    results.store(run.file(settings.results), HEAD | {"run": run.name, "seed": 0, "overrides": now},
+                  [{"step": 0, "minutes": 0, "answer_tokens": 0, "val/accuracy": 0.1}])  # fmt: skip
+    assert results.is_stored(run, settings)
+    assert not results.is_stored(run, make_settings(tmp_path, overrides=("data.seed=1",)))
+    assert not results.is_stored(run, make_settings(tmp_path, steps=7))
+    assert not results.is_stored(Run("many-grpo", Setting(1e-4, 32)), settings)
 
 
 def test_minutes_and_tokens_are_those_of_training_steps():
@@ -90,7 +136,7 @@ def test_minutes_and_tokens_are_those_of_training_steps():
         for i in range(1, 201)
     ]
     metrics[100]["val/accuracy"] = 0.5
-    rows = results.curve(metrics, answers=4)
+    rows = results.curve(metrics, answers=4, written=(0.0, 0))
     assert rows[0] == {"step": 0, "val/accuracy": 0.1, "minutes": 0.0, "answer_tokens": 0.0}
     assert rows[100]["minutes"] == 50
     assert rows[100]["answer_tokens"] == 4000
@@ -101,11 +147,18 @@ def test_minutes_and_tokens_are_those_of_training_steps():
     assert {name for name in results_report.COLUMNS if "/" in name} <= METRICS.keys()
 
 
+def test_minutes_of_a_teachers_completion_count_when_it_is_first_used():
+    rows = [{"step": i, "timing/step": 60.0, "response_length/mean": 10.0} for i in range(5)]
+    found = results.curve(rows, answers=4, written=(30.0, 10))
+    assert [row["minutes"] for row in found] == [0, 3, 6, 8, 9]  # 4, 4 and 2 of them for half a minute each
+    half = results.curve([row | {"training/given_fraction": 0.5} for row in rows], answers=4, written=(30.0, 10))
+    assert [row["minutes"] for row in half] == [0, 2, 4, 6, 8]
+
+
 def test_a_run_that_cannot_be_made_here_says_what_it_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results.importlib.util, "find_spec", lambda name: None)
-    settings = results.Settings(paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path)
-    results.train_missing([("trl", 0)], settings, set(), time.monotonic() + 60)
-    assert capsys.readouterr().out == "trl: skipped: needs TRL, which is not installed (pip install trl)\n"
+    results.train_missing([Run("many-trl", SETTING)], make_settings(tmp_path), time.monotonic() + 60)
+    assert capsys.readouterr().out == "many-trl 0: skipped: needs TRL, which is not installed (pip install trl)\n"
 
 
 WHOLE = """import json, pathlib
@@ -119,8 +172,9 @@ for step in (0, 1):
 def programs(tmp_path, monkeypatch):
     """Names of runs -> Python code that they are to be, with the name FOLDER; filled by the test."""
     programs = {}
-    monkeypatch.setattr(results, "run_command", lambda name, seed, settings, folder: [
-        sys.executable, "-c", f"FOLDER = {str(folder)!r}\n{programs[name]}"
+    monkeypatch.setattr(results, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(results, "run_command", lambda run, settings, folder: [
+        sys.executable, "-c", f"FOLDER = {str(folder)!r}\n{programs[run.name]}"
     ])  # fmt: skip
     for folder in ("teacher", "student"):
         (tmp_path / folder).mkdir()
@@ -132,74 +186,50 @@ def programs(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_keep_the_others_and_leaves_its_log(tmp_path, programs, capsys):
-    programs |= {
-        "opd": "print('no such thing'); raise SystemExit(3)",
-        "grpo": WHOLE,
-        "opd_k1": "import time; time.sleep(600)",
-        "opd_k8": """import json, pathlib, time
-with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
-    for step in range(9):
-        row = {"step": step, "timing/step": 30.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
-        print(json.dumps(row), file=log, flush=True)
-        if step == 2: time.sleep(600)""",
-    }
-    settings = results.Settings(
-        paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path / "stored", together=2
-    )
-    with pytest.raises(SystemExit, match=r"^failed: opd 0$"):
-        results.train_missing([("opd", 0), ("grpo", 0), ("opd_k8", 0)], settings, set(), time.monotonic() + 300)
-    results.train_missing([("opd_k1", 0)], settings, set(), time.monotonic() + 1)
-    run, ended = results_report.read_all(tmp_path / "stored")
-    assert (run.name, ended.name) == ("grpo", "opd_k8")
-    assert ended.end("minutes") == 1
-    assert run.accuracies("minutes") == [(0.0, 50.0), (0.1, 50.0)]
+    programs |= {"many-opd": "print('no such thing'); raise SystemExit(3)", "many-grpo": WHOLE}
+    programs["few-opd"] = "import time; time.sleep(600)"
+    settings = make_settings(tmp_path, together=2)
+    runs = [Run(name, SETTING) for name in ("many-opd", "many-grpo")]
+    with pytest.raises(SystemExit, match=r"^failed: many-opd 0$"):
+        results.train_missing(runs, settings, time.monotonic() + 300)
+    results.train_missing([Run("few-opd", SETTING)], settings, time.monotonic() + 1)
+    (run,) = results_report.read_all(settings.results)
+    assert run.name == "many-grpo"
+    assert run.points("minutes", "val/accuracy") == [(0.0, 0.5), (0.1, 0.5)]
+    assert run.end("answer_tokens") == 64  # 2 tokens of each of 4 x 8 answers
     assert run.head["student"] == "5.64M parameters, 12.5 % right"
-    assert run.accuracies("answer_tokens")[-1] == (64.0, 50.0)  # 2 tokens of each of 4 x 8 answers
     out = capsys.readouterr().out
-    assert out.count("opd 0: failed with exit code 3: \nno such thing") == 2  # once more when the others have ended
-    assert "opd_k8 0: step 2, 1.00 minutes of training: val/accuracy 0.5" in out
-    assert "opd_k1 0: stopped before its end" in out
-    assert sorted(file.name for file in (tmp_path / "stored").glob("*.log")) == ["opd-0.log", "opd_k1-0.log"]
+    assert out.count("many-opd 0: failed with exit code 3: \nno such thing") == 2  # once more when the others have ended
+    assert "many-grpo 0: step 1, 0.10 minutes of training: val/accuracy 0.5" in out
+    assert "few-opd 0: stopped before its end" in out
+    assert sorted(file.name for file in settings.results.glob("*.log")) == ["few-opd-0.log", "many-opd-0.log"]
 
 
 @pytest.mark.slow
 def test_a_run_that_failed_beside_others_is_trained_when_they_have_ended(tmp_path, programs):
-    needed = tmp_path / "stored" / "grpo-0.csv"
+    settings = make_settings(tmp_path, together=2)
+    needed = settings.results / "many-grpo-0.csv"
     fails = f"import pathlib\nif not pathlib.Path({str(needed)!r}).exists(): exit(3)\n"
-    programs |= {"grpo": WHOLE, "opd": f"{fails}{WHOLE}"}
-    settings = results.Settings(
-        paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path / "stored", together=2
-    )
-    results.train_missing([("opd", 0), ("grpo", 0)], settings, set(), time.monotonic() + 300)
-    assert sorted(run.name for run in results_report.read_all(tmp_path / "stored")) == ["grpo", "opd"]
+    programs |= {"many-grpo": WHOLE, "many-opd": f"{fails}{WHOLE}"}
+    runs = [Run(name, SETTING) for name in ("many-opd", "many-grpo")]
+    results.train_missing(runs, settings, time.monotonic() + 300)
+    assert [run.name for run in results_report.read_all(settings.results)] == ["many-grpo", "many-opd"]
+    assert all(results.is_stored(run, settings) for run in runs)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_is_stored_as_far_as_it_came_and_leaves_no_process(tmp_path, programs):
-    settings = results.Settings(paths=DemoPaths.under(tmp_path), device="cpu", steps=9, minutes=9, results=tmp_path)
-    programs["opd"] = """import json, pathlib, subprocess, sys, time
-with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
-    for step in (0, 1):
-        row = {"step": step, "timing/step": 30.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
-        print(json.dumps(row), file=log, flush=True)
+def test_a_run_that_is_stopped_is_not_stored_and_leaves_no_process(tmp_path, programs):
+    file, over = tmp_path / "child", threading.Event()
+    programs["many-opd"] = f"""{WHOLE}
+import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path(FOLDER, "child").write_text(str(child.pid))
-pathlib.Path(FOLDER, "child").rename(""" + repr(str(tmp_path / "child")) + """)
+pathlib.Path(FOLDER, "child").rename({str(file)!r})
 time.sleep(600)"""
-    file, over = tmp_path / "child", threading.Event()
     over.wait = lambda seconds: (time.sleep(0.05), file.exists())[1]  # type: ignore[method-assign]
-    assert results.train("opd", 0, settings, 0, time.monotonic() + 300, over) is False
-    (run,) = results_report.read_all(tmp_path)
-    assert run.accuracies("minutes") == [(0.0, 50.0), (0.5, 50.0)]
-    assert run.head[results.STOPPED] == "0.50 minutes"
-    assert results.stored_runs(settings) == set()
-    programs["opd"] = programs["opd"].replace("30.0", "6.0")
-    file.unlink()
-    assert results.train("opd", 0, settings, 0, time.monotonic() + 300, over) is False
-    assert results_report.read_all(tmp_path)[0].head[results.STOPPED] == "0.50 minutes"  # it came further
-    file.unlink()
-    assert results.train("opd", 0, replace(settings, minutes=0.1), 0, time.monotonic() + 300, over)  # it has them all
-    assert results.stored_runs(settings) == {("opd", 0)}
+    settings = make_settings(tmp_path)
+    assert results.train(Run("many-opd", SETTING), settings, 0, time.monotonic() + 300, over) is False
+    assert results_report.read_all(settings.results) == []
     child, deadline = int(file.read_text(encoding="utf-8")), time.monotonic() + 60
     while psutil.pid_exists(child) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -211,66 +241,96 @@ def test_a_machine_without_git_can_store_runs(monkeypatch):
     assert results.commit() == "unknown"
 
 
-@pytest.mark.slow
-def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
-    settings = results.Settings(
-        paths=DemoPaths.under(tmp_path), device="cuda", steps=10, minutes=1.0, results=tmp_path
-    )
-    reasons = {name: results.obstacle(run, settings) for name, run in results.RUNS.items()}
-    reasons.pop("trl")  # whether TRL is there
-    takes_critic = hasattr(Config(), "critic")
-    assert {name for name, reason in reasons.items() if reason} == (set() if takes_critic else {"ppo_gae"}), reasons
-    programs = {name for name, run in results.RUNS.items() if run.how == "program"}
-    assert {results.answers_per_step(name, settings) for name in programs if not reasons[name]} == {256}
-    assert len({results.RUNS[name].overrides for name in programs}) == len(programs)
-    order = [(name, seed) for seed in range(3) for name in ("grpo", "opd")]
-    assert results.wanted(["opd_k1", "opd", "grpo"], None) == [*order, ("opd_k1", 0)]
-    assert results.wanted(["opd_k1", "opd", "trl"], None)[0] == ("trl", 0)  # the longest first
-    assert set(results_report.METHODS) <= results.RUNS.keys()
+def test_models_of_other_runs_are_refused(tmp_path, programs):
+    settings = make_settings(tmp_path)
+    results.check_models(settings)
+    stored(settings.results / "many-opd-seed-0.csv", [(0, 0, 0.1)])
+    with pytest.raises(SystemExit, match=r"holds runs of other models \(abc, here [0-9a-f]{12}\)"):
+        results.check_models(settings)
+
+
+def test_training_files_have_the_prompts_and_completions_of_their_runs(tmp_path):
+    rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(600)]
+    settings = make_settings(tmp_path, steps=1000)
+    results.write_rows(settings.paths.train, rows)
+    settings.written.parent.mkdir()
+    results.write_rows(settings.written, [row | {"given": "teacher's"} for row in rows[:590]])
+    settings.written.with_suffix(".seconds").write_text("0.5\n", encoding="utf-8")
+    runs = [Run(name, SETTING) for name in ("many-opd", "few-sft_data", "many-off_policy")]
+    results.write_prompts(runs, settings)
+    files = [settings.prompts(run).read_text(encoding="utf-8").splitlines() for run in runs]
+    assert [len(lines) for lines in files] == [600, 512, 590]
+    assert [json.loads(lines[1]).get("given") for lines in files] == [None, "a1", "teacher's"]
+    assert [results.seconds_written(run, settings) for run in runs] == [(0.0, 0), (0.0, 0), (0.5, 590)]
 
 
 @pytest.mark.slow
-def test_runs_on_gsm8k_measure_divergence_and_no_accuracy(tmp_path):
-    for device, recipe in results_gsm8k.RECIPES.items():
-        settings = results_gsm8k.settings_of(DemoPaths.under(tmp_path), recipe, device, tmp_path, None)
-        for name in results_gsm8k.ONLY:
-            assert results.obstacle(results.RUNS[name], settings) is None
-            config = load_config(
-                results.program_overrides(results.RUNS[name], 0, settings, tmp_path), config_name="gpu_demo"
-            )
-            assert config.distillation.enabled
-            assert not config.has_reward
-            assert config.trainer.total_training_steps == recipe.steps
-    for seed, ends in ((0, (0.5, 0.7)), (1, (0.3, 0.9))):
-        rows = [
-            {"step": step, "minutes": step, "answer_tokens": step * 1e6, "val/forward_kl": f, "val/reverse_kl": r}
-            for step, (f, r) in enumerate([(1.0, 2.0), ends])
-        ]
-        results.store(tmp_path / f"opd-{seed}.csv", HEAD | {"run": "opd", "seed": seed}, rows)
-    results_gsm8k.report(results_report.read_all(tmp_path), tmp_path, tmp_path / "conclusions.md")
-    page = (tmp_path / "results_gsm8k.md").read_text(encoding="utf-8")
-    expected = "1.000 (1.000 to 1.000) -> 0.400 (0.300 to 0.500) | 2.000 (2.000 to 2.000) -> 0.800 (0.700 to 0.900)"
-    assert f"| on-policy distillation (`opd`) | 2 | 1.00 (1.00 to 1.00) | {expected} |" in page
-    assert "held-out KL(teacher, student)" in (tmp_path / "results_gsm8k.svg").read_text(encoding="utf-8")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_run_of_the_program_has_a_configuration_that_loads(tmp_path, device):
+    settings = make_settings(tmp_path, device=device, steps=100)
+    found = {}
+    for name, (regime, method) in results.RUNS.items():
+        if method.how == "program":
+            run = Run(name, method.settings[0])
+            config = load_config(results.program_overrides(run, settings, tmp_path), config_name="gpu_demo")
+            found[name] = " ".join(results.overrides_of(run, settings)) + f"{regime.prompts} {method.given}"
+            assert config.trainer.total_training_steps == round(100 * run.setting.length), name
+            assert config.actor_rollout_ref.actor.optim.lr == run.setting.rate, name
+            assert (config.data.response_key is not None) == (method.given is not None), name
+            assert config.has_reward == (not name.startswith("compress")), name
+            assert config.distillation.enabled == (not name.endswith(("sft_data", "sft_teacher", "_long", "grpo"))) or (
+                name == "compress-sft_teacher"
+            ), name
+            answers = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+            assert answers == {"cuda": 256, "cpu": 32}[device] or name.startswith("compress"), name
+    assert len(set(found.values())) == len(found)
 
 
-@pytest.mark.slow
-def test_the_models_of_gsm8k_are_trained_on_its_solutions(tmp_path):
-    texts = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(40)]
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
-    small = results_gsm8k.RECIPES["cpu"]
-    shape = replace(small.student, training=replace(small.student.training, max_steps=3, batch_size=8))
-    recipe = replace(small, vocab_size=300, num_train=32, num_val=4, teacher=shape, student=shape)
-    root = tmp_path / "models"
-    root.mkdir()
-    paths = DemoPaths.under(root)
-    results_gsm8k.fill(paths, recipe, f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl", "cpu")
-    rows = [json.loads(line) for line in paths.train.read_text(encoding="utf-8").splitlines()]
-    assert rows == [{"prompt": row["question"], "answer": row["answer"]} for row in texts[:32]]
-    assert len(paths.val.read_text(encoding="utf-8").splitlines()) == 4
-    manifest = json.loads(paths.manifest.read_text(encoding="utf-8"))
-    assert [manifest[name]["sft_steps"] for name in ("teacher", "student")] == [3, 3]
-    assert (paths.teacher / "model.safetensors").is_file()
-    with pytest.raises(DataError, match="question"):
-        results_gsm8k.read(str(paths.train), "--train")
+def tiny_llama(layers, seed):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.5,
+        )).eval()  # fmt: skip
+
+
+def test_a_model_without_layers_is_the_model_of_the_other_layers():
+    model, kept = tiny_llama(5, seed=0), tiny_llama(3, seed=1)
+    weights = model.state_dict()
+    for new, old in enumerate((0, 2, 4)):
+        layer = {key.removeprefix(f"model.layers.{old}."): value for key, value in weights.items()
+                 if key.startswith(f"model.layers.{old}.")}  # fmt: skip
+        kept.model.layers[new].load_state_dict(layer)
+    rest = {key: value for key, value in weights.items() if ".layers." not in key}
+    assert kept.load_state_dict(rest, strict=False).unexpected_keys == []
+    results_compress.drop_layers(model, [1, 3])
+    ids = torch.arange(14).view(2, 7)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, kept(ids).logits, rtol=0, atol=0)
+        assert torch.equal(model.generate(ids, max_new_tokens=4), kept.generate(ids, max_new_tokens=4))  # with a cache
+    assert model.config.num_hidden_layers == 3
+
+
+def test_a_comparison_is_over_the_completions_up_to_their_ends():
+    """Two prompts of different lengths, the shorter one padded on the left; completions of 2 and 4 tokens."""
+    first, second, end = tiny_llama(2, seed=0), tiny_llama(2, seed=1), 30
+    prompts, completions = [[5, 6, 7], [8, 9]], [[3, end], [4, 1, 2, 11]]
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    batch = SimpleNamespace(input_ids=torch.tensor([[5, 6, 7], [0, 8, 9]]), attention_mask=mask)
+    rows = torch.tensor([[5, 6, 7, 3, end, end, end], [0, 8, 9, 4, 1, 2, 11]])
+    judge = object.__new__(results_compress.Judge)
+    judge.encoded, judge.ends = [batch], [end]
+    kl, nll, same = judge.compare(first, second, [rows])
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for i, token in enumerate(completion):
+            ids = torch.tensor([prompt + completion[:i]])
+            with torch.inference_mode():
+                p, q = (F.softmax(model(ids).logits[0, -1].double(), dim=-1) for model in (first, second))
+            found.append(((p * (p / q).log()).sum(), -q[token].log(), (p.argmax() == q.argmax()).double()))
+    expected = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
+    assert [kl, nll, same] == pytest.approx(expected, rel=1e-4)
+    assert judge.compare(first, first, [rows])[::2] == pytest.approx((0, 1), abs=1e-6)
