@@ -1,6 +1,6 @@
 """docs/results.md and its pictures from the runs that benchmarks/results.py has stored; trains nothing.
 
-The runs of a task lie in one folder: those of gpu_demo in benchmarks/results, those of other models in folders below it.
+The runs of a task are in one folder: those of gpu_demo in benchmarks/results, those of other models in folders below.
 Texts of the page are files beside the runs: the task with a heading (`about.md`), the conclusions on a regime
 (`many.md`), and what comes last (`more.md`), which the page has also without runs.
 """
@@ -247,9 +247,7 @@ def report(root: Path, regimes: dict[str, tuple[str, dict[str, str]]], docs: Pat
     print(docs / "results.md")
 
 
-def section(
-    folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dict[str, str]]], docs: Path
-) -> list[str]:
+def section(folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dict[str, str]]], docs: Path) -> list[str]:
     """Return the page's paragraphs on the runs of one folder, and draw their pictures."""
     runs = by_name(found, {name: title for _, titles in regimes.values() for name, title in titles.items()})
     parts = [*words(folder / "about.md"), facts(found)]

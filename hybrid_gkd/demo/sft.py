@@ -1,6 +1,6 @@
 """Supervised fine-tuning on solutions, with the trainer's sharded model, packed attention and fused head.
 
-Used for the models of the demos, and as the off-policy baseline of benchmarks/results.py. One process, one device.
+Used for the models of the demos. One process, one device.
 """
 
 from __future__ import annotations

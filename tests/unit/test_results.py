@@ -16,6 +16,7 @@ import hybrid_gkd
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.reporting.metric_table import METRICS
+from hybrid_gkd.testing import make_tokenizer
 
 sys.path.insert(0, str(Path(hybrid_gkd.__file__).parents[1] / "benchmarks"))
 import results  # type: ignore[import-not-found]
@@ -102,7 +103,9 @@ def test_what_cannot_be_compared_or_read_is_refused(tmp_path):
     assert not (tmp_path / "results.md").exists()
 
 
-@pytest.mark.parametrize(("name", "metric", "best"), [("few-opd", "val/accuracy", 2), ("compress-opd", "val/forward_kl", 1)])
+@pytest.mark.parametrize(
+    ("name", "metric", "best"), [("few-opd", "val/accuracy", 2), ("compress-opd", "val/forward_kl", 1)]
+)
 def test_the_best_setting_of_the_search_is_chosen(tmp_path, name, metric, best):
     settings = results.RUNS[name][1].settings
     assert results.chosen(name, tmp_path) == settings[0]
@@ -198,8 +201,8 @@ def test_a_run_that_fails_does_not_keep_the_others_and_leaves_its_log(tmp_path, 
     assert run.points("minutes", "val/accuracy") == [(0.0, 0.5), (0.1, 0.5)]
     assert run.end("answer_tokens") == 64  # 2 tokens of each of 4 x 8 answers
     assert run.head["student"] == "5.64M parameters, 12.5 % right"
-    out = capsys.readouterr().out
-    assert out.count("many-opd 0: failed with exit code 3: \nno such thing") == 2  # once more when the others have ended
+    out, failure = capsys.readouterr().out, "many-opd 0: failed with exit code 3: \nno such thing"
+    assert out.count(failure) == 2  # once more when the others have ended
     assert "many-grpo 0: step 1, 0.10 minutes of training: val/accuracy 0.5" in out
     assert "few-opd 0: stopped before its end" in out
     assert sorted(file.name for file in settings.results.glob("*.log")) == ["few-opd-0.log", "many-opd-0.log"]
@@ -286,14 +289,14 @@ def test_every_run_of_the_program_has_a_configuration_that_loads(tmp_path, devic
     assert len(set(found.values())) == len(found)
 
 
-def tiny_llama(layers, seed):
+def tiny_llama(layers, seed, vocab_size=31):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(
-            vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.5,
+            vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.5,
         )).eval()  # fmt: skip
 
 
@@ -334,3 +337,15 @@ def test_a_comparison_is_over_the_completions_up_to_their_ends():
     expected = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
     assert [kl, nll, same] == pytest.approx(expected, rel=1e-4)
     assert judge.compare(first, first, [rows])[::2] == pytest.approx((0, 1), abs=1e-6)
+
+
+def test_a_teacher_does_not_differ_from_itself_where_its_tokenizer_has_no_padding(monkeypatch):
+    monkeypatch.setattr(results_compress, "MAX_NEW_TOKENS", 3)
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = None, "left"
+    teacher = tiny_llama(1, seed=0, vocab_size=len(tokenizer))
+    judge = results_compress.Judge(teacher, tokenizer, ["a", "longer"], [tokenizer.eos_token_id])
+    forward, perplexity, same, reverse = judge.measure(teacher)
+    assert [forward, reverse, same] == pytest.approx([0, 0, 100], abs=1e-6)
+    assert perplexity > 1
+    assert len(judge.greedy(teacher)) == 2
