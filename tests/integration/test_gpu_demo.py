@@ -120,5 +120,5 @@ def test_the_recipe_has_values_for_a_gpu_and_for_none():
 
 @pytest.mark.parametrize("path", ["${demo:gpu_demo,nothing}", "${demo:other,student}"])
 def test_a_part_of_a_demo_that_there_is_not_is_named(path):
-    with pytest.raises(ConfigError, match=r"there is \$\{demo:PART\} and"):
+    with pytest.raises(ConfigError, match=r"must be \$\{demo:PART\} and"):
         load_config([f"actor_rollout_ref.model.path={path}"], config_name="demo")
