@@ -160,7 +160,7 @@ def test_the_residency_table_is_that_of_the_code():
 
 
 PLAIN = set("errors transfer types runtime config search_path".split())
-"""Rooms that every one may import; the table leaves them out."""
+"""Packages that all others may import; the table leaves them out."""
 
 
 def imported_modules(file):
@@ -171,17 +171,17 @@ def imported_modules(file):
 
 
 @pytest.mark.slow
-def test_the_table_of_rooms_names_every_import():
+def test_the_table_of_packages_names_every_import():
     wrong, above = {}, set()
-    for names, _, imports in table(ROOT / "docs" / "architecture.md", "## The rooms"):
-        rooms, imported = {Path(span).stem for span in spans(names)}, set()
-        above |= rooms
+    for names, _, imports in table(ROOT / "docs" / "architecture.md", "## Packages and imports"):
+        packages, imported = {Path(span).stem for span in spans(names)}, set()
+        above |= packages
         for path in (ROOT / span for span in spans(names)):
             for file in path.glob("**/*.py") if path.is_dir() else [path]:
                 imported |= {module.split(".")[1] for module in imported_modules(file)}
-        if imports != "all rooms below" and imported - PLAIN - rooms != set(filter(None, imports.split(", "))):
-            wrong[names] = imported - PLAIN - rooms
-        assert not (imported & above) - rooms, f"{names} imports what stands above it"
+        if imports != "all packages below" and imported - PLAIN - packages != set(filter(None, imports.split(", "))):
+            wrong[names] = imported - PLAIN - packages
+        assert not (imported & above) - packages, f"{names} imports what stands above it"
     assert not wrong
 
 
