@@ -9,16 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LOG = sorted((ROOT / "benchmarks" / "log").glob("*.md"))
+"""Measurements of earlier code: tables and links are checked, while commands, keys and paths may be gone."""
 
 QWEN = "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B"
 LARGE = "actor_rollout_ref.teacher.model.path=Qwen/Qwen3-8B"
 FILES = "data.train_files=train.jsonl data.val_files=val.jsonl"
 POOLS = "actor_rollout_ref.hybrid_engine=false trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=1"
 TEACHER = ".venv/bin/python -m hybrid_gkd.teacher"
-SCHEDULES = (
-    "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
-    "--mean-length 100000 --steps 3 --warmup 1 --schedules sync one_step_off"
-)
 
 KEYS, MORE_KEYS = f"{TEACHER} keys --out teacher_keys", f"{TEACHER} keys --out teacher_keys --client second"
 SERVE = (
@@ -113,51 +111,24 @@ NOT_RUN = {
     "python benchmarks/generation.py --shape 0.5b --sequences 128 256 512": _GPU,
     "python benchmarks/generation.py --shape 1.5b --sequences 128 --new-tokens 384": _GPU,
     "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0": _GPU,
-    "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0 --gpus 2 --prompts 256": _GPU,
-    "python benchmarks/hybrid_engine.py --shape 7b --prompts 32 --new-tokens 128 --enforce-eager --steps 5 "
-    "--gpu-memory-utilization 0": _GPU,
-    "python benchmarks/logprobs.py train.jsonl": _GPU,
     "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
     "--steps 3 --warmup 1": _GPU,
-    SCHEDULES: _GPU,
     "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
     "--mean-length 100000 --steps 4 --warmup 1 --schedules sync one_step_off --student-shape 1.5b --teacher-shape 7b "
     "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
     "actor_rollout_ref.actor.fsdp_config.param_offload=false "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false":
         _GPU,
-    "python benchmarks/schedules.py --config-name one_gpu --gpus 2 --prompts 256 --prompt-length 256 "
-    "--response-length 512 --mean-length 100000 --steps 3 --warmup 1 --schedules sync one_step_off "
-    "separate_one_step_off actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8": _GPU,
-    f"{SCHEDULES} --student-shape 0.5b --teacher-shape 1.5b --prompts 256 "
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768": _GPU,
-    f"{SCHEDULES.replace('--steps 3', '--steps 4')} --student-shape 0.5b --teacher-shape 1.5b --prompts 256 "
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 "
-    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
-    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false "
-    "actor_rollout_ref.rollout.free_cache_engine=false": _GPU,
     "python benchmarks/weight_sync.py --shape 1.5b": _GPU,
-    "python benchmarks/weight_sync.py --shape 7b": _GPU,
     "python benchmarks/training.py --shape 1.5b": _GPU,
     "python benchmarks/training.py --shape 0.5b": _GPU,
     "python benchmarks/head.py --repeats 5": _GPU,
-    "python benchmarks/peers.py --lengths fixed --trl-micro-batch 16 --trl-precision released --steps 3 "
-    "--warmup 1": _GPU,
     "python benchmarks/start.py --config-name one_gpu --student-shape 1.5b --teacher-shape 7b": _GPU,
     "python benchmarks/checkpoints.py --shape 1.5b --steps 14 --save-freq 6 --prompts 32 --response-length 512": _GPU,
-    "python benchmarks/teacher_precision.py": _GPU,
-    "python benchmarks/peers.py --trl-micro-batch fixed=16 --steps 2 --warmup 2 --lengths fixed --folder /tmp/peers "
-    "--seconds 260": _GPU,
-    "python benchmarks/peers.py actor_rollout_ref.actor.fsdp_config.param_offload=false "
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false "
-    "--trl-micro-batch fixed=16 --steps 3 --warmup 2 --lengths fixed --folder /tmp/peers --seconds 260": _GPU,
     "python benchmarks/peers.py --trl-micro-batch log-normal=4 --steps 1 --warmup 1 --lengths log-normal "
     "--folder /tmp/peers --seconds 226": _GPU,
-    "python benchmarks/peers.py --device cpu": "needs TRL, which is not installed",
     "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
     "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,
-    "python benchmarks/teacher_faults.py": "takes a quarter of an hour",
     ".venv/bin/python benchmarks/weight_sync.py --shape tiny --gpus 2 --device cpu": "measures for half a minute",
 }
 """Command -> why no test runs it."""

@@ -134,7 +134,7 @@ class ActorConfig:
     """Sequences in one micro-batch if use_dynamic_bsz is false."""
     use_torch_compile: bool = False
     """Compile the decoder blocks: the first update takes longer. Only for architectures without fused layers; it is
-    slower than those (docs/performance.md)."""
+    slower than those (benchmarks/log/training.md)."""
     ppo_epochs: int = field(default=1, metadata=rules.POSITIVE)
     """Passes over each rollout."""
     grad_clip: float = field(default=1.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)

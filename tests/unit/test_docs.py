@@ -7,7 +7,7 @@ from pathlib import Path
 
 import documented
 import pytest
-from documented import PAGES, ROOT
+from documented import LOG, PAGES, ROOT
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
@@ -19,6 +19,7 @@ from hybrid_gkd.reporting.metric_table import METRICS
 
 SECTIONS = tuple(field.name for field in dataclasses.fields(Config))
 page_of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+page_or_log = pytest.mark.parametrize("page", [*PAGES, *LOG], ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def prose(page):
@@ -39,7 +40,7 @@ def table(page, heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@page_of_pages
+@page_or_log
 def test_a_table_is_one_piece_whose_rows_have_as_many_cells_as_its_head(page):
     """After a blank line rows are no table any more, but text."""
     for lines in re.findall(r"(?:^\|.*\n)+", prose(page), re.MULTILINE):
@@ -48,7 +49,7 @@ def test_a_table_is_one_piece_whose_rows_have_as_many_cells_as_its_head(page):
         assert {row.count("|") for row in (head, rule, *rows)} == {head.count("|")}, lines
 
 
-@page_of_pages
+@page_or_log
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:
@@ -159,7 +160,7 @@ def test_the_residency_table_is_that_of_the_code():
 
 
 PLAIN = set("errors transfer types runtime config search_path".split())
-"""Rooms that every one may import; the table leaves them out."""
+"""Packages that all others may import; the table leaves them out."""
 
 
 def imported_modules(file):
@@ -170,17 +171,17 @@ def imported_modules(file):
 
 
 @pytest.mark.slow
-def test_the_table_of_rooms_names_every_import():
+def test_the_table_of_packages_names_every_import():
     wrong, above = {}, set()
-    for names, _, imports in table(ROOT / "docs" / "architecture.md", "## The rooms"):
-        rooms, imported = {Path(span).stem for span in spans(names)}, set()
-        above |= rooms
+    for names, _, imports in table(ROOT / "docs" / "architecture.md", "## Packages and imports"):
+        packages, imported = {Path(span).stem for span in spans(names)}, set()
+        above |= packages
         for path in (ROOT / span for span in spans(names)):
             for file in path.glob("**/*.py") if path.is_dir() else [path]:
                 imported |= {module.split(".")[1] for module in imported_modules(file)}
-        if imports != "all rooms below" and imported - PLAIN - rooms != set(filter(None, imports.split(", "))):
-            wrong[names] = imported - PLAIN - rooms
-        assert not (imported & above) - rooms, f"{names} imports what stands above it"
+        if imports != "all packages below" and imported - PLAIN - packages != set(filter(None, imports.split(", "))):
+            wrong[names] = imported - PLAIN - packages
+        assert not (imported & above) - packages, f"{names} imports what stands above it"
     assert not wrong
 
 

@@ -137,7 +137,8 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
     """Return arguments of `vllm.LLM` for engines that mostly decode: CUDA graphs for up to `max_num_seqs` sequences.
 
     By default vLLM also captures graphs of mixed steps, which are rare in a rollout, and none beyond 512 sequences.
-    Nothing is compiled (mode 0): a first start is 27 s shorter, and generation equally fast (docs/performance.md).
+    Nothing is compiled (mode 0): a first start is 27 s shorter, and generation equally fast
+    (benchmarks/log/generation.md).
     """
     if device == "cpu":
         return {}
