@@ -144,8 +144,8 @@ class TeacherClient:
                         f"sequences, {self._waiting.num_tokens} tokens are still queued; {self.describe()}"
                     )
                 if self._needs is None:
-                    raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
-                for address, model in self._served.items():  # what a server will not score is not sent
+                    raise TeacherError("submit needs a handshake first, which checks that teacher and student match")
+                for address, model in self._served.items():  # readings that a server would reject are not sent
                     if reason := protocol.rejection_reason(reading, model, self._vocab_size):
                         self._finished.append((future, TeacherRefused(f"{address}: {reason}")))
                         break

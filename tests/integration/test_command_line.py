@@ -410,7 +410,7 @@ def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, worl
     code, text, errors = run_here(capsys, arguments(world, finished[0], *NO_CLUSTER))  # nothing is started
     assert code == 0, errors
     assert "nothing to do" in text
-    assert "has done all 4 steps" in text
+    assert "all 4 steps of" in text
     code, _, errors = run_here(capsys, arguments(world, finished[0], "distillation.loss_mode=reverse_kl"))
     assert code == 1
     assert "trainer.allow_changed_config" in errors

@@ -67,7 +67,7 @@ def test_a_client_with_keys_is_served(teacher, keys, model_path):
     [
         (None, "the server requires keys"),
         ("stranger", "the server does not accept the key in .*stranger"),
-        ("impostor", "its key is not the one in .*impostor/server.key"),
+        ("impostor", "its key differs from .*impostor/server.key"),
     ],
 )
 def test_the_wrong_key_is_an_error_that_says_so(teacher, keys, tmp_path, folder, text):

@@ -447,7 +447,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
 
         import hybrid_gkd.workers.worker
 
-        hybrid_gkd.workers.worker.generate = generate
+        hybrid_gkd.workers.worker.generate_samples = generate
 
     stuck = "the student cannot be saved: in a collective with a worker that has failed: worker 1"
     with contextlib.closing(make_group(config)) as group:

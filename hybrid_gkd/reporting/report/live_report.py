@@ -50,7 +50,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with waiting("the last report.html", Timeout(REPORT_SECONDS)):
             output, _ = process.communicate(timeout=REPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        logger.warning("report.html is outdated: not finished within %.0f s", REPORT_SECONDS)
+        logger.warning("report.html is outdated: its last version was not finished in %.0f s", REPORT_SECONDS)
         return
     finally:
         if process.poll() is None:
