@@ -24,7 +24,7 @@ class Task:
     token_ids: np.ndarray
     """int32 [P], with the chat template applied."""
     teacher_ids: np.ndarray | None = None
-    """int32, the prompt in the teacher's chat template; None: `token_ids`."""
+    """int32, the teacher's prompt, in its chat template; None: `token_ids`."""
     response_ids: np.ndarray | None = None
     """int32 [A], the given completion; None if the student generates it."""
     loss_mask: np.ndarray | None = None

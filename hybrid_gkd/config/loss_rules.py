@@ -22,6 +22,11 @@ def given_answers(config: Config) -> Rules:
         "data.response_key and no distillation.on_policy_fraction"
     )
     data, loss, given = config.data, config.distillation, "data.response_key"
+    yield "data.teacher_prompt_key", data.teacher_prompt_key is None or loss.enabled, "needs distillation.enabled=true"
+    own_prompt = config.actor_rollout_ref.teacher.chat_template is not None or data.teacher_prompt_key is not None
+    yield "data.max_teacher_prompt_length", data.max_teacher_prompt_length is None or own_prompt, (
+        f"needs data.teacher_prompt_key, the column with the teacher's prompts, or {ARR}.teacher.chat_template"
+    )
     if data.response_key is None:
         unused = "needs data.response_key, the column with given completions"
         yield "distillation.on_policy_fraction", loss.on_policy_fraction in (None, 1.0), unused
@@ -30,9 +35,8 @@ def given_answers(config: Config) -> Rules:
         yield "data.loss_mask", data.loss_mask == "answer", unused
         yield "data.excluded_spans_key", data.excluded_spans_key is None, unused
         return
-    own_template = loss.enabled and config.actor_rollout_ref.teacher.chat_template is not None
-    yield "data.loss_mask", data.loss_mask == "answer" or not own_template, (
-        f"must be answer with {ARR}.teacher.chat_template, which changes the prompt"
+    yield "data.loss_mask", data.loss_mask == "answer" or not (loss.enabled and own_prompt), (
+        f"must be answer with {ARR}.teacher.chat_template or data.teacher_prompt_key, which change the prompt"
     )
     yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
     yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"

@@ -346,7 +346,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _teacher(config: Config) -> Rules:
-    section, longest = config.actor_rollout_ref.teacher, config.max_sequence_length
+    section, longest = config.actor_rollout_ref.teacher, config.max_reading_length
     given, ends = section.server_ip is not None, section.endpoints
     valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
     key = f"{ARR}.teacher"
@@ -362,7 +362,8 @@ def _teacher(config: Config) -> Rules:
     )
     yield (
         f"{key}.max_model_len", given or (section.max_model_len or math.inf) > longest,
-        f"must be above {LENGTHS} ({longest}): vLLM generates one token to score a sequence",
+        f"must be above {LENGTHS}, with data.max_teacher_prompt_length if that is larger ({longest}): vLLM generates "
+        "one token to score a sequence",
     )
     yield f"{key}.keys", given or section.keys is None, "needs a running service (server_ip)"
     replicas = f"{key}.num_replicas"

@@ -60,6 +60,12 @@ class DataConfig:
     excluded_spans_key: str | None = None
     """Column with parts of given completions that are not trained on, a list of [start, end) in characters of the
     text."""
+    teacher_prompt_key: str | None = None
+    """Column with another prompt for the teacher, such as the student's with a hint, a reference solution or a system
+    prompt: a text or chat messages. Rows without a value show the teacher the student's prompt. See docs/teacher.md."""
+    max_teacher_prompt_length: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Maximum length of the teacher's prompts, tokens; null takes max_prompt_length. filter_overlong_prompts and
+    truncation hold for them too."""
     reward_fn_key: str = "data_source"
     """Column with the data source of a row. The default column is optional."""
     max_prompt_length: int = field(default=1024, metadata=rules.POSITIVE)
@@ -373,6 +379,16 @@ class Config:
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
+    def teacher_prompt_limit(self) -> int:
+        """Return the length of the longest prompt that the teacher reads, tokens."""
+        return max(self.data.max_teacher_prompt_length or 0, self.data.max_prompt_length)
+
+    @property
+    def max_reading_length(self) -> int:
+        """Return the length of the longest sequence that the teacher scores, tokens."""
+        return self.teacher_prompt_limit + self.data.max_response_length
+
+    @property
     def engine_length(self) -> int:
         """Return the length of the longest sequence of the rollout engine, tokens."""
         return self.actor_rollout_ref.rollout.max_model_len or self.max_sequence_length
@@ -380,7 +396,7 @@ class Config:
     @property
     def teacher_length(self) -> int:
         """Return the length of the longest sequence of a local teacher, which generates one token to score."""
-        return self.actor_rollout_ref.teacher.max_model_len or self.max_sequence_length + 1
+        return self.actor_rollout_ref.teacher.max_model_len or self.max_reading_length + 1
 
     @property
     def mini_batch_size(self) -> int:

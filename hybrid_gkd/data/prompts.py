@@ -50,6 +50,8 @@ class Rows:
     name: str
     """Name of the table in the configuration."""
     messages: list[Chat]
+    teacher_messages: list[Chat | None]
+    """Prompts of the teacher alone; None if it reads the student's."""
     tools: list[Tools]
     answers: list[str | None]
     """Ground truths; None without an answer column."""
@@ -71,12 +73,13 @@ class _Columns:
     extra_info: bool
     response: str | None
     excluded_spans: str | None
+    teacher_prompt: str | None
 
 
 def read_rows(
     entries: list[str], *, key: str, prompt_key: str = "prompt", answer_key: str | None = None,
     data_source_key: str = DATA_SOURCE, extra_info: bool = False, response_key: str | None = None,
-    excluded_spans_key: str | None = None, weights: list[float] | None = None,
+    excluded_spans_key: str | None = None, teacher_prompt_key: str | None = None, weights: list[float] | None = None,
 ) -> list[Rows]:  # fmt: skip
     """Read all tables of a configuration key: files, patterns, folders and hub data sets.
 
@@ -90,12 +93,15 @@ def read_rows(
         response_key: column of given completions; tables without it have none. With the prompt's column: its last
             messages of the assistant.
         excluded_spans_key: column of the character ranges of given completions that are not trained on.
+        teacher_prompt_key: column of prompts for the teacher, as those of prompt_key; null takes the student's.
         weights: of each entry; None: 1.
 
     Raises:
         DataError: errors in the data, of several tables together.
     """
-    columns = _Columns(prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key)
+    columns = _Columns(
+        prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key, teacher_prompt_key
+    )
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     # Resolve all entries first: a long download must not delay an error.
@@ -110,39 +116,51 @@ def read_rows(
 def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
     filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
-    keep_messages: bool = False, max_response_length: int = 0, loss_mask: str = ANSWER,
+    max_teacher_prompt_length: int | None = None, keep_messages: bool = False, max_response_length: int = 0,
+    loss_mask: str = ANSWER,
 ) -> list[Task]:
     """Return every row as a Task, in order. `Task.index` counts the rows of all tables, skipped ones included.
 
-    With `teacher_template` a prompt must fit in both chat templates. A given completion must fit into
-    `max_response_length` by the same rules as a prompt into its limit, and is truncated at its end; `loss_mask` is that
-    of given.py. Raises DataError for rows that a chat template rejects, and for too long ones.
+    The teacher's prompt, in `teacher_template` or of other messages, must fit into `max_teacher_prompt_length` (None:
+    `max_prompt_length`), and a given completion into `max_response_length`, by the same rules as the student's prompt
+    into its limit; a completion is truncated at its end. `loss_mask` is that of given.py. Raises DataError for rows
+    that a chat template rejects, and for too long ones.
     """
     prompts, problems, num_rows = list[Task](), list[DataError](), 0
     fit = functools.partial(_fitted, truncation=truncation, limit=max_response_length)
+    teacher_limit = max_teacher_prompt_length or max_prompt_length
     for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
         tokenize = functools.partial(
-            tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where, tools=table.tools
+            tokenize_chats, tokenizer=tokenizer, options=apply_chat_template_kwargs, where=table.where,
+            tools=table.tools,
         )
-        all_ids = tokenize()
-        others = None if teacher_template is None else tokenize(teacher_template)
-        lengths = [max(map(len, both)) for both in zip(all_ids, others or all_ids, strict=True)]
+        all_ids = tokenize(table.messages)
+        lengths = list(map(len, all_ids))
+        others, own = None, any(table.teacher_messages)
+        if teacher_template is not None or own:
+            shown = [each or student for each, student in zip(table.teacher_messages, table.messages, strict=True)]
+            others = tokenize(shown, template=teacher_template)
+        other_lengths = [0] * len(all_ids) if others is None else list(map(len, others))
         answers = _given_tokens(table, all_ids, tokenizer, apply_chat_template_kwargs, loss_mask)
         answer_lengths = [0 if answer is None else len(answer.token_ids) for answer in answers]
         if truncation == "error" and not filter_overlong_prompts:
-            limits = (("prompt", lengths, max_prompt_length), ("response", answer_lengths, max_response_length))
+            limits = (
+                ("prompt", lengths, max_prompt_length), ("teacher_prompt", other_lengths, teacher_limit),
+                ("response", answer_lengths, max_response_length),
+            )  # fmt: skip
             found = [_too_long(*limit, table.where) for limit in limits if max(limit[1]) > limit[2]]
             if found:
                 problems += found
                 continue
         _warn_about_ended(all_ids, tokenizer, table.where)
         for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-            fits = length <= max_prompt_length and answer_lengths[row] <= max_response_length
+            fits = length <= max_prompt_length and other_lengths[row] <= teacher_limit
+            fits &= answer_lengths[row] <= max_response_length
             if fits or not filter_overlong_prompts:
                 token_ids = _truncate(all_ids[row], max_prompt_length, truncation)
                 prompts.append(Task(
                     index=num_rows + row, token_ids=token_ids,
-                    teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
+                    teacher_ids=None if others is None else _truncate(others[row], teacher_limit, truncation),
                     **fit(answer, len(all_ids[row]), len(token_ids)) if answer else {},
                     messages=table.messages[row] if keep_messages else None, tools=table.tools[row],
                     text=_user_text(table.messages[row]), answer=table.answers[row],
@@ -156,6 +174,8 @@ def make_prompts(
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
+    if any(any(table.teacher_messages) for table in tables):
+        limit += f", or the teacher's than {teacher_limit}"
     if any(any(table.given) for table in tables):
         limit += f", or their given completions than data.max_response_length={max_response_length}"
     if len(prompts) < num_rows:
@@ -168,7 +188,7 @@ def make_prompts(
 
 def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> Rows:
     wanted = {columns.prompt, columns.data_source, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
-    wanted |= {name for name in (columns.response, columns.excluded_spans) if name is not None}
+    wanted |= {name for name in (columns.response, columns.excluded_spans, columns.teacher_prompt) if name}
     wanted |= set() if columns.answer is None else {columns.answer, columns.answer.split(".")[0]}
     names, rows = read_table(source, where, wanted)
     listed = ", ".join(names)
@@ -176,6 +196,10 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
         raise DataError(f"{where}: no column {columns.prompt!r} (data.prompt_key); its columns are: {listed}")
     if not rows:
         raise DataError(f"{where}: has no rows")
+    if columns.teacher_prompt is not None and columns.teacher_prompt not in names:
+        raise DataError(
+            f"{where}: no column {columns.teacher_prompt!r} (data.teacher_prompt_key); its columns are: {listed}"
+        )
     if columns.data_source not in (*names, DATA_SOURCE):
         raise DataError(f"{where}: no column {columns.data_source!r} (data.reward_fn_key); its columns are: {listed}")
     chats, given = list[Chat](), list[GivenCompletion | None]()
@@ -187,7 +211,14 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
     infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
     tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
     answers = _answers(names, rows, columns.answer, where)
-    return Rows(where, source.name, chats, tools, answers, sources, infos, given, weight)
+    shown = [_teacher_messages(values, columns, f"{where}, row {row}") for row, values in enumerate(rows, 1)]
+    return Rows(where, source.name, chats, shown, tools, answers, sources, infos, given, weight)
+
+
+def _teacher_messages(values: dict[str, Any], columns: _Columns, where: str) -> Chat | None:
+    """Return the teacher's own prompt of a row; None if it has none."""
+    value = None if columns.teacher_prompt is None else values.get(columns.teacher_prompt)
+    return None if value is None else _check_messages(value, f"{where}, column {columns.teacher_prompt!r}")
 
 
 def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> tuple[Chat, GivenCompletion | None]:

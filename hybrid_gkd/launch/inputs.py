@@ -168,7 +168,7 @@ def teacher(facts: Facts) -> str:
     assert path is not None
     check_model_folder(TEACHER_PATH, path)
     check_export(TEACHER_PATH, path)
-    needed = config.max_sequence_length + 1  # vLLM generates one token in order to score
+    needed = config.max_reading_length + 1  # vLLM generates one token in order to score
     rows = check_length("teacher", path, config, needed, {})
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
         check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
@@ -204,7 +204,7 @@ def files(facts: Facts) -> str:
     section, reward = facts.config.data, facts.config.reward
     read = functools.partial(
         read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
-        extra_info=reward.custom_reward_function.path is not None,
+        extra_info=reward.custom_reward_function.path is not None, teacher_prompt_key=section.teacher_prompt_key,
     )
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
@@ -229,6 +229,7 @@ def data(facts: Facts) -> str:
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
         teacher_template=own, keep_messages=facts.config.uses_reward_model,
         max_response_length=section.max_response_length, loss_mask=section.loss_mask,
+        max_teacher_prompt_length=section.max_teacher_prompt_length,
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],

@@ -55,7 +55,7 @@ def connect(
     try:
         served = client.handshake(
             tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=num_tokens,
-            max_sequence_length=config.max_sequence_length,
+            max_sequence_length=config.max_reading_length,
         )
     except BaseException:
         client.close()
@@ -74,7 +74,7 @@ def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, S
     assert section.cache is not None
     needs = StudentNeeds(
         tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer),
-        max_sequence_length=config.max_sequence_length, topk=loss.topk, temperature=loss.temperature,
+        max_sequence_length=config.max_reading_length, topk=loss.topk, temperature=loss.temperature,
     )
     with contextlib.closing(ScoreStore(section.cache)) as store:
         yield store, stored_teacher(store, needs)

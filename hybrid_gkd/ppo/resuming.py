@@ -25,7 +25,7 @@ SAME_BATCHES = (
 """Keys that determine the next prompts and seeds; they must not change on resume."""
 LEARNING = (
     "data.train_files", "data.train_weights", "data.prompt_key", "data.response_key", "data.loss_mask",
-    "data.excluded_spans_key",
+    "data.excluded_spans_key", "data.teacher_prompt_key", "data.max_teacher_prompt_length",
     "data.max_prompt_length", "data.max_response_length", "data.max_response_length_schedule",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
     f"{ARR}.model.path", f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
@@ -125,6 +125,9 @@ def data_checksums(prompts: Collection[Task], tables: Collection[Rows], *, answe
     given = [(each.messages, each.excluded) for table in tables for each in table.given if each is not None]
     if given:
         texts["given answers"] = (json.dumps(each, sort_keys=True, default=str) for each in given)
+    if any(any(table.teacher_messages) for table in tables):
+        own = (messages for table in tables for messages in table.teacher_messages)
+        texts["teacher prompts"] = (json.dumps(each, sort_keys=True, default=str) for each in own)
     return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
 
 

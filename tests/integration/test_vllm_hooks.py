@@ -117,7 +117,8 @@ def find_what_is_taken_when_it_is_there():
 
     assert "kv_cache_max_concurrency" in CacheConfig.__dataclass_fields__
     for module, what in (
-        (cumem, "pointer_to_data"), (gpu_worker, vllm_compat.MEMORY_GREW_MESSAGE), (fused_moe_method_base, "moe_kernel"),
+        (cumem, "pointer_to_data"), (gpu_worker, vllm_compat.MEMORY_GREW_MESSAGE),
+        (fused_moe_method_base, "moe_kernel"),
     ):  # fmt: skip
         assert what in inspect.getsource(module), (module, what)
 

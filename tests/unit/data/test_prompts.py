@@ -17,7 +17,7 @@ TOKENIZER = make_byte_tokenizer()  # a token per byte; the chat template adds th
 
 
 def load(*files, **changes):
-    names = ("prompt_key", "answer_key", "data_source_key", "extra_info")
+    names = ("prompt_key", "answer_key", "data_source_key", "extra_info", "teacher_prompt_key")
     columns = {name: changes.pop(name) for name in names if name in changes}
     key = changes.pop("key", "data.train_files")
     arguments = {
@@ -543,3 +543,34 @@ def test_prompts_that_are_too_long_are_named_in_every_file(tmp_path):
     with pytest.raises(SeveralErrors, match=r"(?s)first\.jsonl.*last\.jsonl") as raised:
         load(*files)
     assert "fine.jsonl" not in str(raised.value)
+
+
+def test_the_teacher_reads_its_own_prompt_where_a_row_has_one(write):
+    hint = [{"role": "system", "content": "it is 2"}, {"role": "user", "content": "1+1"}]
+    file = write([{"prompt": "1+1", "hint": hint}, {"prompt": "2+2", "hint": None}, {"prompt": "3+3", "hint": "6!"}])
+    prompts = load(file, teacher_prompt_key="hint")
+    assert [decode(p) for p in prompts] == [f"<|user|>{text}<|end|><|assistant|>" for text in ("1+1", "2+2", "3+3")]
+    shown = [TOKENIZER.decode(p.teacher_ids) for p in prompts]
+    assert shown[0] == TOKENIZER.apply_chat_template(hint, tokenize=False, add_generation_prompt=True)
+    assert shown[1:] == [decode(prompts[1]), "<|user|>6!<|end|><|assistant|>"]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    shown = [TOKENIZER.decode(p.teacher_ids) for p in load(file, teacher_prompt_key="hint", teacher_template=template)]
+    assert shown == ["it is 21+1:", "2+2:", "6!:"]
+    assert load(file)[0].teacher_ids is None
+
+
+def test_the_teachers_prompts_have_a_limit_of_their_own(write):
+    file = write([{"prompt": "1+1", "hint": "x" * 80}, {"prompt": "2+2", "hint": "y"}])
+    rule = r"row 1: the teacher_prompt has 83 tokens, the limit is data.max_teacher_prompt_length=64"
+    with pytest.raises(DataError, match=rule):
+        load(file, teacher_prompt_key="hint")
+    first, _ = load(file, teacher_prompt_key="hint", max_teacher_prompt_length=90)
+    assert (len(first.token_ids), len(first.teacher_ids)) == (6, 83)
+    (kept,) = load(file, teacher_prompt_key="hint", filter_overlong_prompts=True)
+    assert kept.row == 2
+    cut, _ = load(file, teacher_prompt_key="hint", truncation="right")
+    assert len(cut.teacher_ids) == 64
+    with pytest.raises(DataError, match=r"no column 'help' \(data.teacher_prompt_key\); its columns are: prompt, hint"):
+        load(file, teacher_prompt_key="help")
+    with pytest.raises(DataError, match=r"row 1, column 'hint': must be a text or a list of chat messages; got 7"):
+        load(write([{"prompt": "1+1", "hint": 7}]), teacher_prompt_key="hint")

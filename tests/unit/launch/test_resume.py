@@ -247,7 +247,7 @@ def test_a_moved_model_is_listed_and_has_to_be_allowed(old, tmp_path):
 
 def rows_of(system, tools=None):
     chat = [{"role": "system", "content": system}, {"role": "user", "content": "1+1"}]
-    return Rows("where", "name", [chat], [tools], [None], [None], [None], [None], 1.0)
+    return Rows("where", "name", [chat], [None], [tools], [None], [None], [None], [None], 1.0)
 
 
 @pytest.mark.parametrize("changed", [rows_of("Lie."), rows_of("Be kind.", [{"type": "function"}])])
