@@ -14,6 +14,7 @@ LOG = sorted((ROOT / "benchmarks" / "log").glob("*.md"))
 
 QWEN = "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B"
 LARGE = "actor_rollout_ref.teacher.model.path=Qwen/Qwen3-8B"
+DISTIL = f"bash run_gkd.sh {QWEN} {LARGE}"
 FILES = "data.train_files=train.jsonl data.val_files=val.jsonl"
 POOLS = "actor_rollout_ref.hybrid_engine=false trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=1"
 TEACHER = ".venv/bin/python -m hybrid_gkd.teacher"
@@ -41,6 +42,14 @@ REPORT = ".venv/bin/python -m hybrid_gkd.report outputs/hybrid_gkd/first"
 PPO = (
     f"bash run_gkd.sh --config-name ppo {QWEN} data.train_files=train.jsonl reward.answer_key=answer reward.name=gsm8k"
 )
+ALL_ON_THE_CARD = (
+    f"{ONE_CARD.removesuffix(' data.train_files=train.jsonl')} "
+    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
+    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false "
+    "data.train_files=train.jsonl trainer.scheduler=one_step_off"
+)
+ANSWERS = "data.train_files=answers.jsonl data.response_key=response data.max_response_length=2048"
 OWN_OBJECTS = (
     "bash run_gkd.sh distillation.loss_fn=my_loss.py:skewed_kl",
     "bash run_gkd.sh reward.custom_reward_function.path=my_reward.py reward.custom_reward_function.name=score",
@@ -60,6 +69,9 @@ _DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
 _DASHBOARD = "tests/unit/reporting/test_dashboard.py::test_the_specification_is_printed_without_a_login"
 _GENERATE = "tests/integration/test_generate.py::test_a_reward_and_the_limit_of_tokens_leave_answers_out"
 _SCORE = "tests/integration/test_score.py::test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them"
+_GPU_DEMO = (
+    "tests/integration/test_gpu_demo.py::test_the_recipe_builds_its_models_and_runs_from_them_become_a_page"
+)
 RUN_ELSEWHERE = {
     f"{TEACHER} score answers.jsonl --student Qwen/Qwen3-0.6B --ckpt-path Qwen/Qwen3-8B --out scores "
     "data.max_response_length=2048": _SCORE,
@@ -67,8 +79,7 @@ RUN_ELSEWHERE = {
     "--temperature 0.7 --reward gsm8k --answer-key answer --min-reward 1": _GENERATE,
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --json": _DASHBOARD,
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
-    "bash run_gkd.sh --config-name gpu_demo": "tests/integration/test_gpu_demo.py::"
-        "test_the_recipe_builds_its_models_and_runs_from_them_become_a_page",
+    "bash run_gkd.sh --config-name gpu_demo": _GPU_DEMO,
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_a_critic_raises_the_accuracy",
     "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
         f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",
@@ -76,6 +87,13 @@ RUN_ELSEWHERE = {
         f"{_RECIPES}::test_a_policy_gradient_of_the_teacher_beside_task_rewards",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
         f"{_COMMAND_LINE}::test_a_run_trains_and_says_where_everything_is",
+    f"{DISTIL} {ANSWERS} trainer.warmup_steps_sft=200 distillation.on_policy_fraction=1":
+        f"{_RECIPES}::test_given_answers_warm_a_student_up_and_are_mixed_with_its_own",
+    f"bash run_gkd.sh {QWEN} {ANSWERS} distillation.enabled=false": _GPU_DEMO,
+    f"{DISTIL} {FILES} reward.answer_key=answer reward.name=gsm8k actor_rollout_ref.rollout.n=4 "
+    "distillation.use_task_rewards=true distillation.distillation_loss_coef=0.3 "
+    "distillation.distillation_loss_coef_schedule=cosine":
+        f"{_RECIPES}::test_a_policy_gradient_of_the_teacher_beside_task_rewards",
     "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,
     f"bash run_gkd.sh {POOLS} trainer.scheduler=one_step_off": _AHEAD,
     f".venv/bin/python -m hybrid_gkd.doctor {QWEN} {LARGE} {FILES}": _DOCTOR,
@@ -88,21 +106,34 @@ RUN_ELSEWHERE = {
     f"{REPORT} --serve 8080": f"{_REPORT}::test_serving_follows_the_run_and_answers_this_machine_alone",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
     f"{ONE_CARD} actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64 "
-    "actor_rollout_ref.actor.optim.lr=1e-5":
+    "actor_rollout_ref.actor.optim.lr=1e-4":
         "tests/integration/test_lora_run.py::test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are",
 }
 """Command -> the test that runs it with models and data of its own."""
 
 _GPU, _RAY = "measures H200 cards", "`ray stop` ends every Ray process of the machine"
 _SUITE = "runs this test"
+_GPUS, _NODES = "needs several GPUs", "needs several nodes"
 NOT_RUN = {
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd": "needs a login at wandb",
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --config RUN/config.yaml": "needs a login at wandb",
     "bash run_gkd.sh --install-only": "installs; tests/run.sh begins with it",
     "export RAY_AUTH_MODE=token": _RAY,
     ".venv/bin/ray start --head --port 6379": _RAY,
-    "bash run_gkd.sh ray_init.address=127.0.0.1:6379 trainer.nnodes=1": _RAY,
-    ".venv/bin/ray stop": _RAY,
+    f"bash run_gkd.sh ray_init.address=HEAD:6379 trainer.nnodes=2 trainer.n_gpus_per_node=8 "
+    f"trainer.default_local_dir=/shared/outputs {GIVEN_TEACHER.removeprefix('bash run_gkd.sh ')}": _NODES,
+    ALL_ON_THE_CARD: "needs a GPU; without the keys of memory it is the command before it",
+    f"{DISTIL} {FILES} trainer.n_gpus_per_node=2": _GPUS,
+    f"{DISTIL} actor_rollout_ref.teacher.tensor_model_parallel_size=2 {FILES} trainer.n_gpus_per_node=6": _GPUS,
+    f"{DISTIL} actor_rollout_ref.teacher.num_replicas=2 {FILES} actor_rollout_ref.hybrid_engine=false "
+    "trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=2 trainer.scheduler=one_step_off": _GPUS,
+    ".venv/bin/python benchmarks/results_compress.py make compress --teacher HuggingFaceTB/SmolLM2-135M-Instruct "
+    "--drop 12,14,16,18 --train openai/gsm8k:main:train --val openai/gsm8k:main:test": "downloads a model",
+    "bash run_gkd.sh --config-name one_gpu actor_rollout_ref.model.path=compress/student "
+    "actor_rollout_ref.teacher.model.path=compress/teacher data.train_files=compress/train.jsonl "
+    "data.val_files=compress/val.jsonl data.max_prompt_length=256 data.max_response_length=256 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.optim.lr=3e-4 "
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1": "needs the models of the command before it",
     "bash tests/run.sh": _SUITE,
     "bash tests/run.sh --fast": _SUITE,
     "bash tests/run.sh --durations=20": _SUITE,

@@ -117,7 +117,7 @@ class PolicyLossConfig:
     loss_mode: str = field(default="vanilla", metadata=rules.names(*POLICY_LOSSES, or_own=True))
     """vanilla (PPO's clipped ratio of a token), gspo (of a sequence), cispo (clipped weight, all tokens have a
     gradient), gpg (no ratio), or module:name or file.py:name of a function like vanilla of hybrid_gkd/losses/policy.py.
-    See docs/losses.md."""
+    See docs/ppo.md."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class ActorConfig:
     kl_loss_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
     """Factor of that KL."""
     kl_loss_type: str = field(default="k3", metadata=KL_LOSS)
-    """Estimator of that KL from the sampled token, see docs/losses.md: k2, half the squared log-ratio (verl: mse), k3
+    """Estimator of that KL from the sampled token, see docs/ppo.md: k2, half the squared log-ratio (verl: mse), k3
     (verl: low_var_kl), k1+ and k3+, the values of k1 and k3 with the gradient of k2, or abs. full is the exact KL on
     the ref.topk most likely tokens of the reference and a bucket of all others; not with a teacher."""
     entropy_coeff: float = 0.0

@@ -130,7 +130,7 @@ class KLCtrlConfig:
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replace uninformative groups, see docs/losses.md."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replace uninformative groups, see docs/ppo.md."""
 
     enable: bool = False
     """Leave out prompts whose responses all have the same metric, and refill the batch with further prompts."""
@@ -147,7 +147,7 @@ class AlgorithmConfig:
     """Advantages and importance weights."""
 
     adv_estimator: str = field(default="grpo", metadata=rules.names(*ADV_ESTIMATORS, or_own=True))
-    """Advantage estimator, see docs/losses.md: gae (relative to a critic's values), grpo, rloo, opo,
+    """Advantage estimator, see docs/ppo.md: gae (relative to a critic's values), grpo, rloo, opo,
     reinforce_plus_plus_baseline (relative to the other responses to the prompt), reinforce_plus_plus (relative to the
     batch), remax (relative to the greedy response), or module:name or file.py:name of a function like grpo of
     hybrid_gkd/ppo/advantages.py."""

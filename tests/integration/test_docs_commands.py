@@ -28,7 +28,7 @@ SERVICE = ["--backend", "hf", "--device", "cpu"]
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Where a user starts the program: prompts, two models, and the files of docs/extending.md."""
+    """Where a user starts the program: prompts, two models, and the files of the pages' examples."""
     folder = tmp_path_factory.mktemp("user")
     make_tiny_model(folder / "student", seed=1, layers=1)
     make_tiny_model(folder / "teacher", seed=2, layers=2)
@@ -146,7 +146,7 @@ def test_the_plan_of_a_documented_run(folder, capsys, command):
 
 @pytest.mark.slow
 def test_loss_reward_engine_and_tracker_of_ones_own_train_together(folder):
-    """All commands of docs/extending.md in one."""
+    """All commands of docs/extending.md and docs/rollout_engine.md in one."""
     own = [word for command in documented.OWN_OBJECTS for word in documented.arguments(command)]
     files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", "reward.answer_key=answer"]
     text = run("bash run_gkd.sh", *own, *short(folder, "own"), *files, "trainer.total_training_steps=2")

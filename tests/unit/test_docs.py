@@ -63,6 +63,11 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, target
 
 
+def test_the_table_of_contents_has_every_page():
+    linked = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted(page.name for page in PAGES if page.parent.name == "docs" and page.stem != "README")
+
+
 @page_of_pages
 def test_paths_of_this_repository_exist(page):
     """A path begins with a folder or has the name of a file at the top."""
