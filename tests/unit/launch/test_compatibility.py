@@ -146,7 +146,7 @@ def test_more_candidates_than_tokens_are_refused(models, tmp_path):
 def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named(models):
     with pytest.raises(ConfigError, match=r"teacher\.chat_template: must be a file with a template.*got 'nowhere'"):
         check(models, "student", "actor_rollout_ref.teacher.chat_template=nowhere")
-    with pytest.raises(DataError, match=r"the prompt has 50 tokens, the limit is"):
+    with pytest.raises(DataError, match=r"the teacher_prompt has 50 tokens, the limit is"):
         check(models, "student", f"actor_rollout_ref.teacher.chat_template='{{{{ \"{'x' * 50}\" }}}}'")
 
 
