@@ -122,7 +122,7 @@ class Method:
     overrides: str = ""
     """Overrides of config/gpu_demo.yaml."""
     given: str | None = None
-    """Whose completions the rows have: "data", "teacher", or None."""
+    """Source of given completions: "data", "teacher", or None."""
     settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 64))
     how: str = "program"
     """"program" or "trl"."""

@@ -136,10 +136,7 @@ def make_prompts(
         )
         all_ids = tokenize(table.messages)
         lengths = list(map(len, all_ids))
-        others, own = None, any(table.teacher_messages)
-        if teacher_template is not None or own:
-            shown = [each or student for each, student in zip(table.teacher_messages, table.messages, strict=True)]
-            others = tokenize(shown, template=teacher_template)
+        others = _teacher_prompts(table, tokenize, teacher_template)
         other_lengths = [0] * len(all_ids) if others is None else list(map(len, others))
         answers = _given_tokens(table, all_ids, tokenizer, apply_chat_template_kwargs, loss_mask)
         answer_lengths = [0 if answer is None else len(answer.token_ids) for answer in answers]
@@ -153,6 +150,7 @@ def make_prompts(
                 problems += found
                 continue
         _warn_about_ended(all_ids, tokenizer, table.where)
+        unused = list[int]()
         for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             fits = length <= max_prompt_length and other_lengths[row] <= teacher_limit
             fits &= answer_lengths[row] <= max_response_length
@@ -167,23 +165,39 @@ def make_prompts(
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
                     file=file, weight=table.weight,
                 ))  # fmt: skip
-        unused = [prompt for prompt in prompts if prompt.loss_mask is not None and not prompt.loss_mask.any()]
+                mask = prompts[-1].loss_mask
+                unused += [row + 1] if mask is not None and not mask.any() else []
         if unused:
-            row = unused[0].row - num_rows
-            problems.append(DataError(f"{table.where}, row {row}: no token of the given completion is trained on"))
+            rule = "no token of the given completion is trained on"
+            problems.append(DataError(f"{table.where}, row {unused[0]}: {rule}"))
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
-    if any(any(table.teacher_messages) for table in tables):
+    if teacher_template is not None or any(any(table.teacher_messages) for table in tables):
         limit += f", or the teacher's than {teacher_limit}"
     if any(any(table.given) for table in tables):
         limit += f", or their given completions than data.max_response_length={max_response_length}"
-    if len(prompts) < num_rows:
-        logger.warning("%s: skipped %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
-    if not prompts:
+    _report_skipped(key, num_rows - len(prompts), num_rows, limit)
+    return prompts
+
+
+def _teacher_prompts(
+    table: Rows, tokenize: Callable[..., list[list[int]]], template: str | None
+) -> list[list[int]] | None:
+    """Return the token ids of the prompts that the teacher reads; None if they are the student's."""
+    if template is None and not any(table.teacher_messages):
+        return None
+    shown = [own or student for own, student in zip(table.teacher_messages, table.messages, strict=True)]
+    return tokenize(shown, template=template)
+
+
+def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:
+    """Log how many rows were skipped because of `limit`. Raises DataError: all of them."""
+    if skipped == num_rows:
         rule = "data.filter_overlong_prompts=true skips them"
         raise DataError(f"{key}: all {num_rows} prompts are {limit} and {rule}")
-    return prompts
+    if skipped:
+        logger.warning("%s: skipped %d of %d prompts %s", key, skipped, num_rows, limit)
 
 
 def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> Rows:

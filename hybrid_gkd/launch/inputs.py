@@ -14,7 +14,7 @@ import torch
 
 from hybrid_gkd.compat.vllm.architectures import cannot_be_served
 from hybrid_gkd.compat.vllm.versions import vllm_available
-from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors
 from hybrid_gkd.launch.checks import Facts
@@ -113,7 +113,7 @@ def reward_model(facts: Facts) -> str:
     if positions is not None and (limit or 0) > positions:
         raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions ({field})", limit)
     if config.reward_model.max_length is None:
-        check_positions("reward model", model.path, config.data, config.max_sequence_length, (positions, field))
+        check_positions("reward model", model.path, config, config.max_sequence_length, (positions, field))
     with prefix_errors(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     same = all(of(own) == of(facts.tokenizer) for of in (tokenizer_hash, special_tokens))
@@ -329,7 +329,7 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
     text = hf_config.get_text_config()
     limit, field = position_limit(text)
-    check_positions(who, path, config.data, needed, (limit, field))
+    check_positions(who, path, config, needed, (limit, field))
     if who == "student" and limit is not None and config.engine_length > limit:
         rule = f"the student {path} has {limit} positions ({field})"
         raise ConfigError("actor_rollout_ref.rollout.max_model_len", rule, config.engine_length)
@@ -383,15 +383,17 @@ def check_topk(facts: Facts) -> None:
             raise ConfigError(key, rule, topk)
 
 
-def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: tuple[int | None, str]) -> None:
+def check_positions(who: str, path: str, config: Config, needed: int, limit: tuple[int | None, str]) -> None:
     """Raise ConfigError if the longest possible sequence exceeds a model's `position_limit`."""
     positions, field = limit
     if positions is not None and positions < needed:
+        response = config.data.max_response_length
+        prompt = config.teacher_prompt_limit if who == "teacher" else config.data.max_prompt_length
         rule = (
-            f"prompt and response limits ({lengths.max_prompt_length} + {lengths.max_response_length}) need {needed} "
-            f"positions, but the {who} {path} has {positions} ({field})"
+            f"prompt and response limits ({prompt} + {response}) need {needed} positions, but the {who} {path} has "
+            f"{positions} ({field})"
         )
-        raise ConfigError("data.max_response_length", rule, lengths.max_response_length)
+        raise ConfigError("data.max_response_length", rule, response)
 
 
 def check_architecture(key: str, model: ModelConfig, wrap: Callable[[Any], object]) -> None:

@@ -156,3 +156,18 @@ def test_a_cut_prompt_keeps_the_mask_of_what_is_left(tmp_path, side, kept):
     np.testing.assert_array_equal(task.token_ids, whole.token_ids[part])
     np.testing.assert_array_equal(task.loss_mask[1:size], whole.loss_mask[part][1:])
     np.testing.assert_array_equal(task.loss_mask[size:], whole.loss_mask[length:])
+
+
+def test_a_completion_without_a_trained_token_is_named_once_by_its_own_file(tmp_path):
+    whole = {"prompt": "1+1", "response": "2", "spans": [[0, 1]]}
+    for name, row in (("first", whole), ("second", whole | {"spans": []})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
+    read = read_rows(files, key="data.train_files", response_key="response", excluded_spans_key="spans")
+    with pytest.raises(DataError, match=r"^data\.train_files: '[^']*first\.jsonl', row 1: no token of the given") as it:
+        make_prompts(
+            read, key="data.train_files", max_prompt_length=64, max_response_length=64, truncation="error",
+            filter_overlong_prompts=False, apply_chat_template_kwargs={},
+            tokenizer=tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"),
+        )  # fmt: skip
+    assert "second" not in str(it.value)

@@ -28,7 +28,7 @@ from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.inputs import check_data_sources, check_topk
+from hybrid_gkd.launch.inputs import check_data_sources, check_positions, check_topk
 from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
@@ -43,7 +43,7 @@ from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.student.checkpoint_store import RESERVED, CheckpointStore, TrainerState, load_state, write_manifest
-from hybrid_gkd.testing import make_tiny_model, make_tokenizer
+from hybrid_gkd.testing import make_tiny_model, make_tokenizer, tiny_config
 from hybrid_gkd.types import Task
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.placement import Placement
@@ -624,3 +624,12 @@ def test_an_architecture_that_vllm_cannot_serve_is_refused_with_the_engine_that_
         inputs.teacher(Facts(config))
     config.actor_rollout_ref.teacher.backend = "hf"
     assert "the run will start" in inputs.teacher(Facts(config))
+
+
+def test_positions_that_a_teachers_own_prompts_need_are_counted():
+    overrides = ("data.max_prompt_length=32", "data.max_response_length=16", "data.teacher_prompt_key=hint")
+    config = tiny_config(*overrides, "data.max_teacher_prompt_length=90")
+    assert (config.max_sequence_length, config.max_reading_length, config.teacher_length) == (48, 106, 107)
+    check_positions("student", "folder", config, config.max_sequence_length, (64, "max_position_embeddings"))
+    with pytest.raises(ConfigError, match=r"limits \(90 \+ 16\) need 107 positions, but the teacher folder has 64"):
+        check_positions("teacher", "folder", config, config.teacher_length, (64, "max_position_embeddings"))
