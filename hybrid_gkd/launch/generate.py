@@ -57,6 +57,8 @@ OWN_ARGUMENTS = {
 """vLLM arguments that have their own option here, or a fixed value."""
 GROUPS_WAITING = 256
 """Maximum number of groups of finished completions that wait for their rewards; generation then pauses."""
+SEQUENCES_ON_A_GPU = 1024
+"""`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 
 
 def main(arguments: list[str]) -> int:
@@ -274,6 +276,7 @@ def load_engine(config: Config, options: argparse.Namespace, inputs: Inputs) -> 
         raise ConfigError("--tp-size", f"{torch.cuda.device_count()} GPUs are visible here", options.tp_size)
     if device == "cuda":
         config.actor_rollout_ref.rollout.engine_kwargs.vllm["dtype"] = options.dtype
+        config.actor_rollout_ref.rollout.max_num_seqs = SEQUENCES_ON_A_GPU
     elif options.dtype not in ("auto", "float32"):
         raise ConfigError("--dtype", "must be auto or float32 on the CPU", options.dtype)
     from hybrid_gkd.rollout.vllm import VLLMRolloutEngine

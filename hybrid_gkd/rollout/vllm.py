@@ -30,13 +30,16 @@ logger = logging.getLogger(__name__)
 
 SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 """vLLM option whose sampling bypasses `mask_logits`."""
+REFILL_BELOW = 7 / 8
+"""Fraction of `max_num_seqs` that must still run before waiting requests are passed to vLLM."""
 
 
 class VLLMRolloutEngine(RolloutEngine):
     """vLLM's offline engine in this process and process group, stepped explicitly. Seeds all random states.
 
     Before each step, vLLM gets only as many prompt tokens as the step can take, so that the host prepares the other
-    requests while the device computes. The computation is the same as if vLLM had all requests from the start.
+    requests while the device computes. Requests beyond `max_num_seqs` enter in groups: a step that computes prompts has
+    no short path, and would otherwise follow every finished sequence.
     """
 
     can_pause = True
@@ -111,6 +114,8 @@ class VLLMRolloutEngine(RolloutEngine):
         self.running: dict[str, GenerationRequest] = {}
         """Requests in vLLM by their request id."""
         self.names = map(str, itertools.count())
+        self.filling = False
+        """Whether the last step had no room for prompts that fit into `max_num_seqs`."""
 
     def _install_runner(self) -> Any:
         """Install the short path for decode steps in vLLM's model runner; return the runner, None if not possible."""
@@ -136,13 +141,17 @@ class VLLMRolloutEngine(RolloutEngine):
         return [self._finish(output) for output in self.engine.step() if output.finished]
 
     def _feed(self) -> None:
-        left = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
-        while self.waiting and left > 0:
+        limits = self.engine.vllm_config.scheduler_config
+        if not self.filling and len(self.running) > REFILL_BELOW * limits.max_num_seqs:
+            return
+        left = limits.max_num_batched_tokens
+        while self.waiting and left > 0 and len(self.running) < limits.max_num_seqs:
             request, sampling = self.waiting.popleft()
             name, prompt_ids = next(self.names), request.prompt_ids.tolist()
             self.running[name] = request
             self.engine.add_request(name, {"prompt_token_ids": prompt_ids}, self._parameters(request, sampling))
             left -= len(prompt_ids)
+        self.filling = bool(self.waiting) and len(self.running) < limits.max_num_seqs
 
     def _parameters(self, request: GenerationRequest, sampling: SamplingParams) -> Any:
         from vllm.sampling_params import RequestOutputKind
