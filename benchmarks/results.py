@@ -145,7 +145,7 @@ SFT_COSINE = f"{ACTOR}.optim_sft.lr_scheduler_type=cosine {ACTOR}.optim_sft.lr_w
 SFT, GIVEN = "distillation.enabled=false", "data.response_key=given"
 GRPO = Method(
     title="GRPO", overrides=f"distillation.enabled=false data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8",
-    settings=grid((1e-4, 3e-5, 3e-4), (32, 8)),
+    settings=grid((1e-5, 3e-5, 3e-6), (32, 8)),  # at 1e-4 all rewards are lost within 60 steps
 )  # fmt: skip
 MANY = {
     "opd": Method(title="on-policy distillation"),
@@ -172,7 +172,12 @@ FEW_METHODS = {name: MANY[name] for name in ("opd", "mixed", "off_policy", "sft_
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
     "sft_teacher": Method(title="then more SFT", overrides=f"{SFT} {GIVEN}"),
-    "grpo": replace(GRPO, title="then GRPO", overrides=f"{GRPO.overrides} {GIVEN} distillation.on_policy_fraction=1"),
+    # Its batches have an eighth of the prompts: a warm start on as many completions takes eight times as many steps.
+    "grpo": replace(
+        GRPO, title="then GRPO", settings=grid((1e-5, 3e-5, 3e-6), (32, 8), (2.3,)),
+        overrides=f"{GRPO.overrides} {GIVEN} distillation.on_policy_fraction=1 "
+        "trainer.warmup_steps_sft=${by_device:160,32}",
+    ),
 }
 COMPRESS_METHODS = {
     "opd": replace(MANY["opd"], settings=grid((3e-4, 1e-3, 1e-4), (32, 128))),
@@ -530,12 +535,14 @@ def write_completions(rows: list[Row], settings: Settings) -> list[dict[str, Any
     if not seconds.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         write_rows(prompts, rows)
-        config = load_config([f"trainer.device={settings.device}"], config_name="gpu_demo")
+        config = load_config([f"trainer.device={settings.device}", *settings.overrides], config_name="gpu_demo")
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "generate", str(prompts), "--ckpt-path",
             str(settings.paths.teacher), "--out", str(out), "--response-key", "given", "--device", settings.device,
             "--max-tokens", str(config.data.max_response_length),
         ]  # fmt: skip
+        if (fraction := config.actor_rollout_ref.rollout.gpu_memory_utilization) is not None:
+            command += ["--gpu-memory-utilization", str(fraction)]  # others may share the GPU
         process = subprocess.Popen(command, cwd=ROOT)
         began = None
         while process.poll() is None:  # the first completion ends what is loading
