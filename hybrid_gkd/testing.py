@@ -105,7 +105,7 @@ def make_tiny_model(
 
 
 def tiny_config(*overrides: str, model: str | Path = "unused") -> Config:
-    """Load a configuration for the CPU with placeholders as training data and teacher.
+    """Load a configuration for the CPU with placeholders as training data and teacher; a rollout is one optimizer step.
 
     Args:
         overrides: `dotted.key=value`; the last value of a key counts.
@@ -113,8 +113,12 @@ def tiny_config(*overrides: str, model: str | Path = "unused") -> Config:
     """
     from hybrid_gkd.config.loading import load_config
 
-    given = ["data.train_files=unused", "actor_rollout_ref.teacher.server_ip=unused", "trainer.device=cpu"]
-    return load_config([*given, f"actor_rollout_ref.model.path={model}", *overrides])
+    given = [
+        "data.train_files=unused", "actor_rollout_ref.teacher.server_ip=unused", "trainer.device=cpu",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
+        f"actor_rollout_ref.model.path={model}",
+    ]
+    return load_config([*given, *overrides])
 
 
 def make_sample(

@@ -31,7 +31,7 @@ COMMON = [
     f"distillation.topk={TOPK}", "actor_rollout_ref.actor.optim.lr=6e-3",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=80", "trainer.device=cpu", "trainer.save_freq=0",
-    f"trainer.total_training_steps={STEPS}",
+    f"trainer.total_training_steps={STEPS}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
 ]
 LARGE_EPS = ["actor_rollout_ref.actor.optim.eps=1e-4"]
 """Adam divides by the root of the second moment: with a tiny eps, the rounding of a zero gradient is a whole step."""

@@ -39,12 +39,14 @@ from hybrid_gkd.config.learning import (
 )
 from hybrid_gkd.config.schema import (
     BATCHES_AHEAD,
+    DEFAULT_MINI_BATCHES,
     Config,
     DataConfig,
     RayInitConfig,
     RolloutPoolConfig,
     TrainerConfig,
     WandbConfig,
+    prompts_per_update,
     updates_per_step,
 )
 
@@ -52,6 +54,7 @@ __all__ = [
     "ADV_ESTIMATORS",
     "BATCHES_AHEAD",
     "CUSTOM",
+    "DEFAULT_MINI_BATCHES",
     "MODEL",
     "REWARD_FUNCTIONS",
     "REWARD_MODEL_PATH",
@@ -85,6 +88,7 @@ __all__ = [
     "TrainerConfig",
     "ValKwargs",
     "WandbConfig",
+    "prompts_per_update",
     "rejection_bounds",
     "updates_per_step",
 ]

@@ -125,7 +125,8 @@ class ActorConfig:
     """The update of the student."""
 
     ppo_mini_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Prompts per optimizer step; null takes data.train_batch_size (one exactly on-policy step per rollout)."""
+    """Prompts per optimizer step; null takes a quarter of data.train_batch_size. All of it makes one exactly on-policy
+    step per rollout: fewer steps that learn less from as many completions (docs/losses.md)."""
     use_dynamic_bsz: bool = True
     """Form micro-batches by token count; false: by number of sequences."""
     ppo_max_token_len_per_gpu: int = field(default=16384, metadata=rules.POSITIVE)

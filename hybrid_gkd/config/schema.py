@@ -207,9 +207,18 @@ class RayInitConfig:
     """Timeout for the cluster to place the workers, seconds; increase it for autoscaling or busy clusters."""
 
 
+DEFAULT_MINI_BATCHES = 4
+"""Mini-batches of a rollout where `ppo_mini_batch_size` is null."""
+
+
+def prompts_per_update(prompts: int, section: ActorConfig | CriticConfig) -> int:
+    """Return the prompts per optimizer step of a model, for rollouts of `prompts` prompts."""
+    return section.ppo_mini_batch_size or -(-prompts // DEFAULT_MINI_BATCHES)
+
+
 def updates_per_step(prompts: int, section: ActorConfig | CriticConfig) -> int:
     """Return the optimizer steps of a model in a training step of `prompts` prompts."""
-    return -(-prompts // (section.ppo_mini_batch_size or prompts)) * (section.ppo_epochs or 1)
+    return -(-prompts // prompts_per_update(prompts, section)) * (section.ppo_epochs or 1)
 
 
 @dataclass
@@ -401,7 +410,7 @@ class Config:
     @property
     def mini_batch_size(self) -> int:
         """Return the number of prompts per optimizer step."""
-        return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
+        return prompts_per_update(self.data.train_batch_size, self.actor_rollout_ref.actor)
 
     @property
     def sft_updates(self) -> int:

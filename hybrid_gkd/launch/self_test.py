@@ -58,8 +58,8 @@ def self_test_config(config: Config, folder: str) -> Config:
         targets, excluded = own.target_modules, own.exclude_modules
         arr.model.target_modules = targets if isinstance(targets, str) else sorted(targets)
         arr.model.exclude_modules = sorted(excluded) if isinstance(excluded, set) else excluded
-    arr.actor.ppo_mini_batch_size, arr.actor.ppo_epochs, arr.rollout.n = None, 1, 1
     data.train_batch_size, data.gen_batch_size, data.val_files = min(PROMPTS, data.train_batch_size), None, []
+    arr.actor.ppo_mini_batch_size, arr.actor.ppo_epochs, arr.rollout.n = data.train_batch_size, 1, 1
     data.max_response_length = min(TOKENS, data.max_response_length)
     config.distillation = DistillationConfig(topk=config.distillation.topk)
     config.reward, config.reward_model = RewardConfig(), RewardModelConfig()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
-from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig
+from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig, prompts_per_update
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
 from hybrid_gkd.offload.budget import (
     ENGINE_WORKSPACE_BYTES,
@@ -149,7 +149,8 @@ def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, pr
 
 def _activations(config: Config, section: ActorConfig | CriticConfig, spec: ModelSpec) -> int:
     """Return the bytes of a model's largest micro-batch: of all blocks in an update, of one block in a forward pass."""
-    kept = _largest_micro_batch(config, section, section.ppo_mini_batch_size) * spec.activation_bytes_per_token
+    prompts = prompts_per_update(config.data.train_batch_size, section)
+    kept = _largest_micro_batch(config, section, prompts) * spec.activation_bytes_per_token
     compares = config.algorithm.compares_logprobs or config.distillation.use_policy_gradient
     passes = config.has_advantages or config.uses_reference or compares
     if not passes and not config.data.val_files:  # distillation only: no log-probabilities are computed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from hybrid_gkd.config import ActorConfig, Config, CriticConfig
+from hybrid_gkd.config import ActorConfig, Config, CriticConfig, prompts_per_update
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.types import MiniBatch, Plan, Sample, TokenMean
 from hybrid_gkd.workers.aggregation import with_loss_weights
@@ -19,7 +19,7 @@ class Batches:
 
     def __init__(self, config: Config, section: ActorConfig | CriticConfig, group: WorkerGroup):
         self.config, self.section, self.group = config, section, group
-        self.size = section.ppo_mini_batch_size or config.data.train_batch_size
+        self.size = prompts_per_update(config.data.train_batch_size, section)
         """Tasks per mini-batch."""
         limit = section.ppo_max_token_len_per_gpu if section.use_dynamic_bsz else section.ppo_micro_batch_size_per_gpu
         self.capacity = group.size * (limit or 1)
