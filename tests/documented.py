@@ -113,7 +113,7 @@ RUN_ELSEWHERE = {
 
 _GPU, _RAY = "measures H200 cards", "`ray stop` ends every Ray process of the machine"
 _SUITE = "runs this test"
-_GPUS, _NODES = "needs several GPUs", "needs several nodes"
+_NODES = "needs several nodes"
 NOT_RUN = {
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd": "needs a login at wandb",
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --config RUN/config.yaml": "needs a login at wandb",
@@ -123,10 +123,6 @@ NOT_RUN = {
     f"bash run_gkd.sh ray_init.address=HEAD:6379 trainer.nnodes=2 trainer.n_gpus_per_node=8 "
     f"trainer.default_local_dir=/shared/outputs {GIVEN_TEACHER.removeprefix('bash run_gkd.sh ')}": _NODES,
     ALL_ON_THE_CARD: "needs a GPU; without the keys of memory it is the command before it",
-    f"{DISTIL} {FILES} trainer.n_gpus_per_node=2": _GPUS,
-    f"{DISTIL} actor_rollout_ref.teacher.tensor_model_parallel_size=2 {FILES} trainer.n_gpus_per_node=6": _GPUS,
-    f"{DISTIL} actor_rollout_ref.teacher.num_replicas=2 {FILES} actor_rollout_ref.hybrid_engine=false "
-    "trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=2 trainer.scheduler=one_step_off": _GPUS,
     ".venv/bin/python benchmarks/results_compress.py make compress --teacher HuggingFaceTB/SmolLM2-135M-Instruct "
     "--drop 12,14,16,18 --train openai/gsm8k:main:train --val openai/gsm8k:main:test": "downloads a model",
     "bash run_gkd.sh --config-name one_gpu actor_rollout_ref.model.path=compress/student "
@@ -139,9 +135,6 @@ NOT_RUN = {
     "bash tests/run.sh --durations=20": _SUITE,
     "bash tests/run.sh tests/unit -k loss": _SUITE,
     "bash tests/run.sh -m gpu": "needs a GPU",
-    "python benchmarks/generation.py --shape 0.5b --sequences 128 256 512": _GPU,
-    "python benchmarks/generation.py --shape 1.5b --sequences 128 --new-tokens 384": _GPU,
-    "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0": _GPU,
     "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
     "--steps 3 --warmup 1": _GPU,
     "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
@@ -150,14 +143,8 @@ NOT_RUN = {
     "actor_rollout_ref.actor.fsdp_config.param_offload=false "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false":
         _GPU,
-    "python benchmarks/weight_sync.py --shape 1.5b": _GPU,
     "python benchmarks/training.py --shape 1.5b": _GPU,
     "python benchmarks/training.py --shape 0.5b": _GPU,
-    "python benchmarks/head.py --repeats 5": _GPU,
-    "python benchmarks/start.py --config-name one_gpu --student-shape 1.5b --teacher-shape 7b": _GPU,
-    "python benchmarks/checkpoints.py --shape 1.5b --steps 14 --save-freq 6 --prompts 32 --response-length 512": _GPU,
-    "python benchmarks/peers.py --trl-micro-batch log-normal=4 --steps 1 --warmup 1 --lengths log-normal "
-    "--folder /tmp/peers --seconds 226": _GPU,
     "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
     "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,
     ".venv/bin/python benchmarks/weight_sync.py --shape tiny --gpus 2 --device cpu": "measures for half a minute",
@@ -183,7 +170,10 @@ def commands() -> dict[str, list[str]]:
 
 
 def example(name: str) -> str:
-    """The block of the pages that begins with `# <name>`."""
+    """The file of docs/examples, or the block of the pages that begins with `# <name>`."""
+    file = ROOT / "docs" / "examples" / name
+    if file.exists():
+        return file.read_text(encoding="utf-8")
     (text,) = (block for page in PAGES for block in blocks(page, "python") if block.startswith(f"# {name}\n"))
     return text
 

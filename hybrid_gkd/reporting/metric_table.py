@@ -74,7 +74,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "critic/returns/mean": ("", "Mean return of a completion token, the critic's target"),
     "critic/grad_norm": ("", "Critic gradient norm before clipping, mean over its optimizer steps"),
     "critic/lr": ("", "Learning rate of the critic's last optimizer step"),
-    # Step time: sums of the trainer's spans in trace.json (docs/timeline.md).
+    # Step time: sums of the trainer's spans in trace.json (docs/observing.md).
     # They may overlap, so they need not add up to timing/step.
     "timing/step": (
         "seconds", "Step time: generation (separate pools: the wait for it), waits for teacher and rewards, updates, "
