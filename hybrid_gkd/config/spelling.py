@@ -159,6 +159,7 @@ def markdown_page() -> str:
     """Return the text of docs/verl.md."""
     read = _without_twins({key: (_code(row.keys), row.how) for key, row in {**VALUES, **RENAMED}.items()})
     only = _without_twins({key: (_code(values), "") for key, (values, _) in ONLY.items()})
+    accepted = _without_twins({key: ("", "") for keys in ACCEPTED.values() for key in keys})
     renamed = [(f"{old}*", f"`{new}*`") for old, new in SECTIONS.items()]
     renamed += [(key, keys) for key, (keys, how) in read.items() if not how]
     lines = [
@@ -172,13 +173,11 @@ def markdown_page() -> str:
         *_table(renamed, by=lambda _, target: _section(target), cell=lambda key, target: f"`{key}`: {target}"), "",
         "## Converted", "", "| verl | here | value |", "|---|---|---|",
         *(_row((f"`{key}`", keys, how)) for key, (keys, how) in read.items() if how), "",
-        "## Accepted with certain values", "", "All others are rejected, with the reason.", "",
-        "| value | verl |", "|---|---|",
+        "## Accepted values", "", "Others are rejected, with the reason.", "", "| value | verl |", "|---|---|",
         *_table([(key, values) for key, (values, _) in only.items()], by=lambda key, values: values,
                 cell=lambda key, values: f"`{key}`"),
-        _row(("none", _code(tuple(REFUSED)))), "",
-        "## Accepted without effect", "", "| reason | verl |", "|---|---|",
-        *(_row((reason, _code(keys))) for reason, keys in ACCEPTED.items()),
+        _row(("any, without effect; the reason is logged", _code(tuple(accepted)))),
+        _row(("none", _code(tuple(REFUSED)))),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

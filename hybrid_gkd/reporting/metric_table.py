@@ -28,8 +28,10 @@ def _expand(name: str, unit: str, meaning: str, **values: Iterable[str]) -> dict
 METRICS: dict[str, tuple[str, str]] = {
     # The learning signal.
     "actor/kl_loss": ("nats/token", "Distillation divergence (distillation.loss_mode) before loss_max_clamp"),
-    "actor/kl_loss/first_update": ("nats/token", "actor/kl_loss at the first optimizer step of a rollout"),
-    "actor/kl_loss/last_update": ("nats/token", "actor/kl_loss at the last optimizer step of a rollout"),
+    **_expand(
+        "actor/kl_loss/<which>_update", "nats/token", "actor/kl_loss at the <which> optimizer step of a rollout",
+        which=("first", "last"),
+    ),
     "actor/loss": ("nats/token", "Total loss: all terms with their coefficients"),
     "actor/grad_norm": ("", "Gradient norm before clipping, mean over the optimizer steps"),
     "actor/lr": ("", "Learning rate of the last optimizer step"),
