@@ -42,13 +42,6 @@ REPORT = ".venv/bin/python -m hybrid_gkd.report outputs/hybrid_gkd/first"
 PPO = (
     f"bash run_gkd.sh --config-name ppo {QWEN} data.train_files=train.jsonl reward.answer_key=answer reward.name=gsm8k"
 )
-ALL_ON_THE_CARD = (
-    f"{ONE_CARD.removesuffix(' data.train_files=train.jsonl')} "
-    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
-    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false "
-    "data.train_files=train.jsonl trainer.scheduler=one_step_off"
-)
 ANSWERS = "data.train_files=answers.jsonl data.response_key=response data.max_response_length=2048"
 OWN_OBJECTS = (
     "bash run_gkd.sh distillation.loss_fn=my_loss.py:skewed_kl",
@@ -105,9 +98,6 @@ RUN_ELSEWHERE = {
     f"{REPORT} outputs/hybrid_gkd/second": f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
     f"{REPORT} --serve 8080": f"{_REPORT}::test_serving_follows_the_run_and_answers_this_machine_alone",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
-    f"{ONE_CARD} actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64 "
-    "actor_rollout_ref.actor.optim.lr=1e-4":
-        "tests/integration/test_lora_run.py::test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are",
 }
 """Command -> the test that runs it with models and data of its own."""
 
@@ -122,7 +112,6 @@ NOT_RUN = {
     ".venv/bin/ray start --head --port 6379": _RAY,
     f"bash run_gkd.sh ray_init.address=HEAD:6379 trainer.nnodes=2 trainer.n_gpus_per_node=8 "
     f"trainer.default_local_dir=/shared/outputs {GIVEN_TEACHER.removeprefix('bash run_gkd.sh ')}": _NODES,
-    ALL_ON_THE_CARD: "needs a GPU; without the keys of memory it is the command before it",
     ".venv/bin/python benchmarks/results_compress.py make compress --teacher HuggingFaceTB/SmolLM2-135M-Instruct "
     "--drop 12,14,16,18 --train openai/gsm8k:main:train --val openai/gsm8k:main:test": "downloads a model",
     "bash run_gkd.sh --config-name one_gpu actor_rollout_ref.model.path=compress/student "
@@ -135,18 +124,12 @@ NOT_RUN = {
     "bash tests/run.sh --durations=20": _SUITE,
     "bash tests/run.sh tests/unit -k loss": _SUITE,
     "bash tests/run.sh -m gpu": "needs a GPU",
-    "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
-    "--steps 3 --warmup 1": _GPU,
     "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
     "--mean-length 100000 --steps 4 --warmup 1 --schedules sync one_step_off --student-shape 1.5b --teacher-shape 7b "
     "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
     "actor_rollout_ref.actor.fsdp_config.param_offload=false "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false":
         _GPU,
-    "python benchmarks/training.py --shape 1.5b": _GPU,
-    "python benchmarks/training.py --shape 0.5b": _GPU,
-    "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
-    "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,
     ".venv/bin/python benchmarks/weight_sync.py --shape tiny --gpus 2 --device cpu": "measures for half a minute",
 }
 """Command -> why no test runs it."""

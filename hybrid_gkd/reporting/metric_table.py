@@ -112,8 +112,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/elapsed": ("seconds", "Training time so far, including starts before a resume"),
     # The teacher service, as measured by the trainer.
     "teacher/latency": ("seconds", "Request latency, median over the requests of the step"),
-    "teacher/latency_p95": ("seconds", "Request latency, 95th percentile"),
-    "teacher/latency_p99": ("seconds", "Request latency, 99th percentile"),
+    **_expand("teacher/latency_p<q>", "seconds", "Request latency, <q>th percentile", q=("95", "99")),
     "teacher/tokens_per_second": ("tokens/second", "Teacher throughput: tokens per timing/get_teacher_knowledge"),
     "teacher/end_logprob": ("nats", "Teacher log-probability of the end-of-text token of completions that have one"),
     "teacher/retries": ("", "Requests sent again"),
@@ -155,16 +154,13 @@ METRICS: dict[str, tuple[str, str]] = {
         phase=RESIDENCY, owner=MEMORY_OWNERS,
     ),
     # The batch.
-    "response_length/mean": ("tokens", "Mean completion length"),
-    "response_length/max": ("tokens", "Longest completion"),
-    "response_length/min": ("tokens", "Shortest completion"),
+    **_expand("response_length/<statistic>", "tokens", "Length of completions", statistic=("mean", "max", "min")),
     "response/repeated_fraction": (
         "fraction", "Completion tokens inside a sequence of 8 tokens that occurred before in the same completion"
     ),
     "response/ended_fraction": ("fraction", "Completions stopped because of repetition (rollout.end_repetitions)"),
     "response_length/clip_ratio": ("fraction", "Completions truncated at data.max_response_length"),
-    "prompt_length/mean": ("tokens", "Mean prompt length"),
-    "prompt_length/max": ("tokens", "Longest prompt"),
+    **_expand("prompt_length/<statistic>", "tokens", "Length of prompts", statistic=("mean", "max")),
     "reward/mean": ("", "Mean reward of the completions trained on (PPO, or distillation.use_task_rewards)"),
     "reward/all_groups": (
         "", "Mean reward of all completions of the step's generation batches, before group filtering "
@@ -265,8 +261,9 @@ def markdown_table() -> str:
         "of the batch, on all GPUs and in all optimizer steps. A value that is not finite stops the run.",
         "",
         "`<phase>` and `<owner>` are rows and columns of the [residency table](architecture.md#residency), `<n>` is 1",
-        "to 4, `<update>` is `update_actor` or `update_critic`, `<divergence>` is `forward_kl` or `reverse_kl`. This",
-        "page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
+        "to 4, `<update>` is `update_actor` or `update_critic`, `<divergence>` is `forward_kl` or `reverse_kl`,",
+        "`<statistic>` is `mean`, `max` or `min`, `<q>` is 95 or 99. This page is generated:",
+        "`python -m hybrid_gkd.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",
