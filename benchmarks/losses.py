@@ -1,13 +1,12 @@
-"""The demo task with every loss, three seeds each: a table of where each ends, and a plot of the way there.
+"""Train the demo task with every loss, three seeds each; print a table of the results and plot the curves.
 
     python benchmarks/losses.py --folder outputs/losses            # trains (about a minute each), then draws
     python benchmarks/losses.py --folder outputs/losses --draw     # draws the runs that are there
     python benchmarks/losses.py --folder outputs/losses --only k2 k3 --seeds 0
 
-Every run is the program itself on config/demo.yaml, or the recipe that it names, with the overrides of RUNS; its seed
-decides the order of the prompts and what is sampled, models and data are the same. Table and plot come from the runs'
-metrics.jsonl alone: means over the seeds, with the lowest and the highest in the table. The plot is written to
-benchmarks/log/losses.svg, the table printed.
+Every run is the program on config/demo.yaml, or the recipe in its overrides (RUNS). The seed sets the order of the
+prompts and the samples; models and data are the same. Table and plot are made from the runs' metrics.jsonl: means over
+the seeds, with the lowest and highest in the table. The plot is written to benchmarks/log/losses.svg.
 """
 
 from __future__ import annotations
