@@ -8,7 +8,10 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROTOCOL = ROOT / "hybrid_gkd" / "teacher" / "PROTOCOL.md"
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", PROTOCOL, *sorted((ROOT / "docs").glob("*.md"))
+]
 LOG = sorted((ROOT / "benchmarks" / "log").glob("*.md"))
 """Measurements of earlier code: tables and links are checked, while commands, keys and paths may be gone."""
 
