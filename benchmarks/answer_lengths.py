@@ -1,8 +1,8 @@
-"""Answers of given lengths for benchmarks/peers.py, by the same means in both of its systems.
+"""Completions of given lengths for benchmarks/peers.py, set in the same way in both of its systems.
 
-`ANSWER_LENGTHS=MEDIAN,SIGMA,LONGEST` in the environment: log-normal with this median and standard deviation of the
-logarithm (0: all alike), LONGEST at most. A prompt's tokens decide its answer's length, so that it is the same wherever
-the prompt is answered. vLLM ends the answer there, and nowhere else.
+`ANSWER_LENGTHS=MEDIAN,SIGMA,LONGEST` in the environment: log-normal lengths with this median and standard deviation of
+the logarithm (0: equal lengths), at most LONGEST. The prompt's tokens determine the length, so both systems have the
+same. vLLM ends a completion at this length only.
 """
 
 from __future__ import annotations

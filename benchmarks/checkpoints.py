@@ -1,19 +1,19 @@
-"""The state of a student to the disk and back: the files of a checkpoint against torch.distributed.checkpoint's.
+"""Measure writing and reading a student's state: the checkpoint's files against torch.distributed.checkpoint.
 
     python benchmarks/checkpoints.py --shape 1.5b
     python benchmarks/checkpoints.py --shape tiny --device cpu
     python benchmarks/checkpoints.py --shape 1.5b --steps 24 --save-freq 12 --prompts 64 --response-length 512
     python benchmarks/checkpoints.py --shape tiny --device cpu --steps 24 --prompts 4 --response-length 32
 
-With --steps, what a checkpoint costs a run: PPO on one worker with every offload, random weights and a reward of no
-meaning; first saved behind the steps, then at once. A step lasts from the end of the one before to its own, saving
-included; medians, without the first two steps and the last, which always saves at once. "while writing": steps that do
-not save, in which the files of the one before are written. A save that comes before they are waits for them, which is
-counted: then a larger --save-freq is needed.
+With --steps, the cost of checkpoints within a run: PPO on one worker with every offload, random weights and a random
+reward; saved in the background, then in the foreground. A step lasts from the end of the previous one to its own,
+saving included; medians without the first two steps and the last, which always saves in the foreground. "while
+writing": steps that do not save, during which files are written. A save that has to wait for the previous one includes
+the wait: use a larger --save-freq then.
 
-Without: one process with random float32 weights and both moments in the shapes of Qwen2.5. Both ways write to the disk
-(fsync) and read into the same tensors, in turns; only the first computes checksums, and `check` is what a start reads
-before anything is loaded. GB/s: bytes of the state by the time; what was just written is read from the page cache.
+Without --steps: one process with random float32 weights and both moments in the shapes of Qwen2.5. Both write to the
+disk (fsync) and read into the same tensors, in turns; only the first computes checksums, and `check` is the
+verification at a start. GB/s are bytes of the state per time; reads come from the page cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of a generation is GPU time: vLLM's own code against the short paths for decode steps.
+"""Measure generation against the GPU time of its kernels: vLLM's own code and the short paths for decode steps.
 
     python benchmarks/generation.py --shape 0.5b --sequences 128 256 512
     python benchmarks/generation.py --shape 1.5b --sequences 128 --lengths geometric
@@ -6,10 +6,10 @@
 
 One engine in one process, built as a run builds it, generates the same sequences (same prompts, same seeds) three ways:
 with vLLM's scheduler and model runner and log-probabilities ("vLLM+lp"), with our paths through both ("ours"), and with
-these and log-probabilities ("ours+lp"); and once more under torch's profiler, which says how long the kernels alone
-take. Random weights in the shapes of Qwen2.5; no sequence ends before its length. "same" says whether all ways gave the
-same tokens to the last one, and log-probabilities no further apart than 2e-5; steps are those of the model runner's
-short path and all others. All figures are of one run; seconds are the best of `--repeats`, of vLLM one.
+these and log-probabilities ("ours+lp"); and once more under torch's profiler, for the time of the kernels alone. Random
+weights in the shapes of Qwen2.5; no sequence ends before its length. "same": all tokens are equal, and
+log-probabilities within 2e-5. Steps: on the model runner's short path, and all others. All figures are of one run;
+seconds are the best of `--repeats`, for vLLM of one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the fused head and its loss, beside the matrix products they are made of and beside other ways.
+"""Measure the fused head and its loss against their bare matrix products and against other implementations.
 
     python benchmarks/head.py
     python benchmarks/head.py --tokens 2048 --hidden-sizes 2048
@@ -6,12 +6,10 @@
 
 Forward and backward from bf16 hidden states and the output embedding to their gradients, for a forward KL to a
 teacher's top k. Ours reports entropy, masses, both divergences and top-k overlap, as in training; the others compute
-the loss alone, without tail. All contestants take turns within every repetition, in an order drawn anew for each. A
-turn is as many calls in a row as take about --seconds: the card lowers its clock under load, and a turn of a few calls
-would meet it at the clock that the one before has left. Medians; beside their ratio to the bare products stands the
-median of the ratios within a repetition. Peak memory is beyond inputs and gradients, and for head_loss beyond a float32
-weight gradient, which it has where the rows are more than one chunk, and whose place a single chunk may take. The
-contestants:
+the loss alone, without tail. The implementations take turns in random order within every repetition. A turn is a
+series of calls of about --seconds, since the card lowers its clock under load. Medians; next to their ratio to the bare
+products is the median of the ratios within a repetition. Peak memory excludes inputs and gradients, and for head_loss a
+float32 weight gradient, which it needs for more than one chunk of rows. The implementations:
 
     bare       H W^T, dZ W and dZ^T H, nothing else
     head_loss  this package

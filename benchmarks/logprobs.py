@@ -1,11 +1,11 @@
-"""Log-probabilities of sampled tokens, engine against student, with weights that are no longer random.
+"""Compare log-probabilities of sampled tokens under engine and student, with trained weights.
 
     python benchmarks/logprobs.py text.jsonl --shape 1.5b
     python benchmarks/logprobs.py text.jsonl --shape tiny --device cpu --train-steps 20
 
 The strings of each row of the file are one text. A model with random weights in the shape of Qwen2.5 learns them for
-the given number of steps with plain transformers and AdamW: a minute on an H200, enough to write in their manner. Then
-vLLM samples with it from the beginnings of the last rows, and the student, and a float32 model, score what it wrote.
+the given number of steps with plain transformers and AdamW: a minute on an H200. Then vLLM continues the beginnings of
+the last rows, and the student and a float32 model score these completions.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The demo task with every loss, three seeds each: a table of where each ends, and a plot of the way there.
+"""Train the demo task with every loss, three seeds each; print a table of the results and plot the curves.
 
     python benchmarks/losses.py --folder outputs/losses            # trains (about a minute each), then draws
     python benchmarks/losses.py --folder outputs/losses --draw     # draws the runs that are there
     python benchmarks/losses.py --folder outputs/losses --only k2 k3 --seeds 0
 
-Every run is the program itself on config/demo.yaml, or the recipe that it names, with the overrides of RUNS; its seed
-decides the order of the prompts and what is sampled, models and data are the same. Table and plot come from the runs'
-metrics.jsonl alone: means over the seeds, with the lowest and the highest in the table. The plot is written to
-docs/losses.svg, the table printed.
+Every run is the program on config/demo.yaml, or the recipe in its overrides (RUNS). The seed sets the order of the
+prompts and the samples; models and data are the same. Table and plot are made from the runs' metrics.jsonl: means over
+the seeds, with the lowest and highest in the table. The plot is written to benchmarks/log/losses.svg.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import vl_convert
 from common import ROOT
 
 WEIGHTS = "distillation.mixed_weights.forward_kl=0.5 distillation.mixed_weights.reverse_kl=0.5"
-GROUPS = "data.train_batch_size=32 actor_rollout_ref.rollout.n=4"  # the recipe's 128 answers, four to a prompt
+GROUPS = "data.train_batch_size=32 actor_rollout_ref.rollout.n=4"  # the recipe's 128 completions, four per prompt
 POLICY = "distillation.use_policy_gradient=true"
 WEAK, CONSTANT = "--config-name weak_teacher", "distillation.distillation_loss_coef_schedule=constant"
 RUNS = {
@@ -167,7 +166,7 @@ def main() -> None:
             train(name, seed, folder)
     runs = {name: found for name in RUNS if (found := read(name, args.seeds, folder))}
     picture = plot({name: rows for name, rows in runs.items() if name in PLOTTED})
-    (ROOT / "docs" / "losses.svg").write_text(vl_convert.vegalite_to_svg(picture), encoding="utf-8")
+    (ROOT / "benchmarks" / "log" / "losses.svg").write_text(vl_convert.vegalite_to_svg(picture), encoding="utf-8")
     print(table(runs))
 
 

@@ -1,14 +1,14 @@
-"""TRL's on-policy distillation and this program on the same card: time of a step, tokens per second, peak memory.
+"""Compare TRL's on-policy distillation with this program on the same card: step time, throughput, peak memory.
 
     python benchmarks/peers.py                                            # one GPU, both kinds of lengths
     python benchmarks/peers.py --lengths log-normal --trl-micro-batch 2 4 8
     python benchmarks/peers.py --trl-micro-batch fixed=16 log-normal=4 --steps 2 --warmup 1 --folder /tmp/peers
-    python benchmarks/peers.py --device cpu                               # whether it works; says nothing of speed
+    python benchmarks/peers.py --device cpu                               # a functional test, no measurement
 
 Random weights in the shapes of Qwen2.5, the same prompts in the same order, fp32 master weights and bf16 computation,
-each step generated with the weights of the step before: nothing runs ahead. Answers are all of one length, or
-log-normal with a cap, as they are in life; each prompt's answer has the same length in both (benchmarks/
-answer_lengths.py), and a run whose steps had other tokens than the other's is refused.
+each step generated with the weights of the previous one. Completions have one length, or log-normal lengths with a
+cap; each prompt's completion has the same length in both (benchmarks/answer_lengths.py), and runs whose steps differ in
+tokens are refused.
 
 This program runs config/one_gpu.yaml, with all offloads and a teacher process, and has the forward KL on the teacher's
 top 64 (distillation.topk). TRL's DistillationTrainer (1.16 or newer) has vLLM colocated without sleep mode, the teacher
@@ -24,10 +24,9 @@ TRL 1.16 calls the student past the autocast that bf16=True asks for, and comput
 --trl-precision autocast, the default, its loss is computed in accelerate's autocast; with `released` as it is.
 
 A step lasts from its predecessor's end to its own; medians of the counted steps. Tokens are those of prompts and
-answers, padding aside. Memory is what nvidia-smi says is in use on the whole card, its largest value of ten a second
-from the start to the end of a run: with the caches of allocators and what vLLM has set aside. On the CPU it is not
-measured. A row is printed as soon as it is measured; of a run that failed or had no time left it says why, after the
-steps that it did, and the others go on.
+completions, without padding. Memory is the maximum of nvidia-smi's memory in use on the card, sampled ten times a
+second during a run, allocator caches and vLLM's reservation included; it is not measured on the CPU. A row is printed
+as soon as it is measured; a failed or unfinished run has its reason, and the others continue.
 
 TRL lives in this Python, or in that of --trl-python, which needs trl, vllm, accelerate and datasets.
 """

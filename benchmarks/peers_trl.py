@@ -1,7 +1,6 @@
-"""TRL's side of benchmarks/peers.py, in TRL's Python: peers_trl.py SPEC.json, which says what to train on what.
+"""TRL's side of benchmarks/peers.py, in TRL's Python: peers_trl.py SPEC.json, with models, data and settings.
 
-Writes a line for every step into the file `rows`: its seconds, the answers' tokens, and all tokens. Written for TRL
-1.16.
+Writes a line for every step into the file `rows`: seconds, completion tokens, all tokens. Written for TRL 1.16.
 """
 
 from __future__ import annotations

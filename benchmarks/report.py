@@ -2,9 +2,9 @@
 
     python benchmarks/report.py                 # runs of 100, 1,000 and 10,000 steps, three seconds a step
 
-The folder is written by what writes those of runs, with sixty metrics a step; then the process reads it once, and ten
-more steps at each of the writings after it, which are 30 s apart in a run. The share is the processor's seconds of such
-a writing by 30 s: of one core, which the process leaves to whoever else wants it.
+The folder is written by the code that writes those of runs, with sixty metrics a step. The process reads it once, then
+ten more steps for each further report, which are 30 s apart in a run. The fraction is processor seconds of such a
+report per 30 s of one core, at the lowest priority.
 """
 
 from __future__ import annotations

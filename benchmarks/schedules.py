@@ -1,27 +1,26 @@
-"""The schedules of a step side by side: same prompts, seeds and lengths, one run after another on the same pools.
+"""Compare the schedules of a step: same prompts, seeds and lengths, one run after another on the same pools.
 
     python benchmarks/schedules.py --student-shape 1.5b --teacher-shape 7b --gpus 2 --prompts 256
     python benchmarks/schedules.py --config-name one_gpu --schedules sync --prompt-length 256 --response-length 512 \\
         --mean-length 100000
     python benchmarks/schedules.py --shape tiny --device cpu --prompts 16 --response-length 64 --mean-length 16
 
-Random weights in the shapes of Qwen2.5. So many random tokens end a response that its length is geometric with the
-given mean, up to --response-length: most are short, few are long. The learning rate is too small to change a weight,
-so all schedules write and score the same answers. `--gpus` are the student's; the teacher takes the one after them,
+Random weights in the shapes of Qwen2.5. So many random tokens end a completion that its length is geometric with the
+given mean, up to --response-length: most are short, few are long. The learning rate is too small to change a weight, so
+all schedules generate and score the same completions. `--gpus` are the student's; the teacher takes the one after them,
 or shares theirs. Separate pools split the student's in halves, or on the CPU take two processes instead of one.
 
 Step: time from one publish to the next, from trace.json; median of the steps after the warm-up, as the other columns,
 which are the metrics of the same name. The ideal is what the schedule could reach with the same parts:
 
     serial          G + Q + U + W            nothing at the same time
-    sync            max(G + U, Q) + W        the teacher beside generation and update
-    one_step_off    max(G + U + W, Q)        the teacher beside everything; two_step_off too
-    separate ...    max(max(G, U) + W, Q)    generation and update beside each other as well
+    sync            max(G + U, Q) + W        scoring overlaps generation and update
+    one_step_off    max(G + U + W, Q)        scoring overlaps everything; two_step_off too
+    separate ...    max(max(G, U) + W, Q)    generation and update overlap as well
 
-with the schedule's own G generation, U update and W publish, and Q, the teacher's time for a batch that it is given at
-once, of the serial run. Efficiency is ideal by measured step. Where the serial run's update trains in parts what is
-scored already, it beats its own formula. A teacher on a GPU of the student's slows generation and update down, which
-the ideal then does not show.
+with the schedule's own generation G, update U and publish W, and the serial run's time Q of the teacher for a whole
+batch. Efficiency is ideal divided by measured step. If the serial run's update trains scored parts early, it is faster
+than its formula. A teacher on a GPU of the student slows generation and update down, which the ideal does not show.
 """
 
 from __future__ import annotations

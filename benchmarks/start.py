@@ -1,13 +1,13 @@
-"""From the command to the first answers: how long a run takes to start, the first time on a machine and the second.
+"""Measure a run's start, from the command to the first completions: the first time on a machine and the second.
 
     python benchmarks/start.py --config-name one_gpu --student-shape 1.5b --teacher-shape 7b
     python benchmarks/start.py --shape tiny --device cpu --prompt-length 16 --response-length 16
 
-Random weights in the shapes of Qwen2.5, read from the disk (its cache, most likely, since they were just written). Each
-start is a process of its own, as a user types it; the first begins with empty folders for what vLLM, torch and Triton
-compile, the second finds what the first has left there. Seconds since the command: "checked" when all checks are done
-and the models begin to load; "teacher" and "workers" when they have loaded; "generates" when the engine gets the first
-prompts; "answers" when all of the first answers are there; "step" when the first step is done.
+Random weights in the shapes of Qwen2.5, read from the disk's cache. Each start is a process of its own, as a user types
+it; the first has empty caches of vLLM, torch and Triton, the second those of the first. Seconds since the command:
+"checked" when all checks are done and the models begin to load; "teacher" and "workers" when they have loaded;
+"generates" when the engine gets the first prompts; "answers" when the first batch is complete; "step" when the first
+step is done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast the teacher service scores, from a client process over TCP, against the prefill of its own engine.
+"""Measure the throughput of the teacher service over TCP against the prefill of its own engine.
 
     python benchmarks/teacher.py --shape 1.5b
     python benchmarks/teacher.py --shape 7b --sequences 128 --accuracy-sequences 0

@@ -1,10 +1,10 @@
-"""The teacher service under faults, at full length: real processes on the CPU, about a quarter of an hour.
+"""Run the teacher service under faults at full length: real processes on the CPU, about a quarter of an hour.
 
     python benchmarks/teacher_faults.py
     python benchmarks/teacher_faults.py --only kill_workers fuzz_client
 
 Each scenario ends with an error if a sequence is lost, wrong or delivered twice, if a process ends that should
-not, or if memory grows; what it saw is printed.
+not, or if memory grows; its observations are printed.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
     python benchmarks/teacher_precision.py
     python benchmarks/teacher_precision.py --device cpu --sequences 16
 
-The models are those of gpu_demo, trained ones, since what rounding does depends on the weights; they are made first
-where they are not there yet. The student answers held-out prompts at temperature 1, mistakes included, and the teacher
-scores these answers in float32 (transformers), in bfloat16 and with `quantization: fp8` (vLLM; without a GPU, where
-engines compute in float32, in that again, as a check that everything works). Differences are from the float32 scores,
-on ids that both have; the loss is the forward KL with its tail, as the recipe has it, by the student's own float32
-log-probabilities.
+The models are the trained ones of gpu_demo, since rounding depends on the weights; they are made if they are missing.
+The student completes held-out prompts at temperature 1, and the teacher scores these completions in float32
+(transformers), in bfloat16 and with `quantization: fp8` (vLLM; without a GPU float32 again, as a functional test).
+Differences are from the float32 scores, on ids that both have; the loss is the forward KL with its tail, as the recipe
+has it, by the student's own float32 log-probabilities.
 """
 
 from __future__ import annotations

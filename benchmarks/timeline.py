@@ -1,4 +1,4 @@
-"""Draw steps of runs on one time axis, from their trace.json: docs/timeline.svg. Print what the runs came to.
+"""Draw steps of runs on one time axis, from their trace.json: docs/timeline.svg. Print the results of the runs.
 
     runs="python -m hybrid_gkd --config-name demo trainer.default_local_dir=outputs/timeline"
     $runs trainer.experiment_name=sync

@@ -1,4 +1,4 @@
-"""Training speed: Actor.update on packed sequences of mixed lengths, as a share of what the card's matrix units do.
+"""Measure training throughput: Actor.update on packed sequences of mixed lengths, as a fraction of the matmul rate.
 
     python benchmarks/training.py --shape 1.5b
     python benchmarks/training.py --shape 0.5b --variants compile --profile

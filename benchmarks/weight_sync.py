@@ -1,4 +1,4 @@
-"""Weights from the student's pool to the rollout engine's: packed broadcasts against one broadcast per tensor.
+"""Measure the weight sync between separate pools: packed broadcasts against one broadcast per tensor.
 
     python benchmarks/weight_sync.py --shape 1.5b --gpus 2
     python benchmarks/weight_sync.py --shape 7b --gpus 4

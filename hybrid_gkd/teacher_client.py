@@ -66,7 +66,7 @@ class TeacherClient:
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
     ):
         if not endpoints:
-            raise TeacherError("no teacher address is given")
+            raise TeacherError("a teacher client needs at least one address, host:port")
         for address in endpoints:
             network.endpoint_url(address)  # raises for an invalid address before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
@@ -212,7 +212,8 @@ class TeacherClient:
         needs.check(address, model)
         for each in self._connections:
             if each.model is not None and each.model.model != model.model:
-                raise TeacherMismatch(f"{address} serves {model.model}, {each.address} serves {each.model.model}")
+                both = f"{address} serves {model.model}, {each.address} serves {each.model.model}"
+                raise TeacherMismatch(f"{both}; all services must serve one model")
 
     # All methods below run in the thread; all but _run, _poll and _resolve hold the lock.
 

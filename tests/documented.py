@@ -8,7 +8,10 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROTOCOL = ROOT / "hybrid_gkd" / "teacher" / "PROTOCOL.md"
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", PROTOCOL, *sorted((ROOT / "docs").glob("*.md"))
+]
 LOG = sorted((ROOT / "benchmarks" / "log").glob("*.md"))
 """Measurements of earlier code: tables and links are checked, while commands, keys and paths may be gone."""
 
@@ -41,13 +44,6 @@ ONE_CARD = (
 REPORT = ".venv/bin/python -m hybrid_gkd.report outputs/hybrid_gkd/first"
 PPO = (
     f"bash run_gkd.sh --config-name ppo {QWEN} data.train_files=train.jsonl reward.answer_key=answer reward.name=gsm8k"
-)
-ALL_ON_THE_CARD = (
-    f"{ONE_CARD.removesuffix(' data.train_files=train.jsonl')} "
-    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
-    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false "
-    "data.train_files=train.jsonl trainer.scheduler=one_step_off"
 )
 ANSWERS = "data.train_files=answers.jsonl data.response_key=response data.max_response_length=2048"
 OWN_OBJECTS = (
@@ -105,15 +101,12 @@ RUN_ELSEWHERE = {
     f"{REPORT} outputs/hybrid_gkd/second": f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
     f"{REPORT} --serve 8080": f"{_REPORT}::test_serving_follows_the_run_and_answers_this_machine_alone",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
-    f"{ONE_CARD} actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64 "
-    "actor_rollout_ref.actor.optim.lr=1e-4":
-        "tests/integration/test_lora_run.py::test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are",
 }
 """Command -> the test that runs it with models and data of its own."""
 
 _GPU, _RAY = "measures H200 cards", "`ray stop` ends every Ray process of the machine"
 _SUITE = "runs this test"
-_GPUS, _NODES = "needs several GPUs", "needs several nodes"
+_NODES = "needs several nodes"
 NOT_RUN = {
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd": "needs a login at wandb",
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --config RUN/config.yaml": "needs a login at wandb",
@@ -122,11 +115,6 @@ NOT_RUN = {
     ".venv/bin/ray start --head --port 6379": _RAY,
     f"bash run_gkd.sh ray_init.address=HEAD:6379 trainer.nnodes=2 trainer.n_gpus_per_node=8 "
     f"trainer.default_local_dir=/shared/outputs {GIVEN_TEACHER.removeprefix('bash run_gkd.sh ')}": _NODES,
-    ALL_ON_THE_CARD: "needs a GPU; without the keys of memory it is the command before it",
-    f"{DISTIL} {FILES} trainer.n_gpus_per_node=2": _GPUS,
-    f"{DISTIL} actor_rollout_ref.teacher.tensor_model_parallel_size=2 {FILES} trainer.n_gpus_per_node=6": _GPUS,
-    f"{DISTIL} actor_rollout_ref.teacher.num_replicas=2 {FILES} actor_rollout_ref.hybrid_engine=false "
-    "trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=2 trainer.scheduler=one_step_off": _GPUS,
     ".venv/bin/python benchmarks/results_compress.py make compress --teacher HuggingFaceTB/SmolLM2-135M-Instruct "
     "--drop 12,14,16,18 --train openai/gsm8k:main:train --val openai/gsm8k:main:test": "downloads a model",
     "bash run_gkd.sh --config-name one_gpu actor_rollout_ref.model.path=compress/student "
@@ -139,27 +127,12 @@ NOT_RUN = {
     "bash tests/run.sh --durations=20": _SUITE,
     "bash tests/run.sh tests/unit -k loss": _SUITE,
     "bash tests/run.sh -m gpu": "needs a GPU",
-    "python benchmarks/generation.py --shape 0.5b --sequences 128 256 512": _GPU,
-    "python benchmarks/generation.py --shape 1.5b --sequences 128 --new-tokens 384": _GPU,
-    "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0": _GPU,
-    "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
-    "--steps 3 --warmup 1": _GPU,
     "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
     "--mean-length 100000 --steps 4 --warmup 1 --schedules sync one_step_off --student-shape 1.5b --teacher-shape 7b "
     "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
     "actor_rollout_ref.actor.fsdp_config.param_offload=false "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false":
         _GPU,
-    "python benchmarks/weight_sync.py --shape 1.5b": _GPU,
-    "python benchmarks/training.py --shape 1.5b": _GPU,
-    "python benchmarks/training.py --shape 0.5b": _GPU,
-    "python benchmarks/head.py --repeats 5": _GPU,
-    "python benchmarks/start.py --config-name one_gpu --student-shape 1.5b --teacher-shape 7b": _GPU,
-    "python benchmarks/checkpoints.py --shape 1.5b --steps 14 --save-freq 6 --prompts 32 --response-length 512": _GPU,
-    "python benchmarks/peers.py --trl-micro-batch log-normal=4 --steps 1 --warmup 1 --lengths log-normal "
-    "--folder /tmp/peers --seconds 226": _GPU,
-    "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
-    "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,
     ".venv/bin/python benchmarks/weight_sync.py --shape tiny --gpus 2 --device cpu": "measures for half a minute",
 }
 """Command -> why no test runs it."""
@@ -183,7 +156,10 @@ def commands() -> dict[str, list[str]]:
 
 
 def example(name: str) -> str:
-    """The block of the pages that begins with `# <name>`."""
+    """The file of docs/examples, or the block of the pages that begins with `# <name>`."""
+    file = ROOT / "docs" / "examples" / name
+    if file.exists():
+        return file.read_text(encoding="utf-8")
     (text,) = (block for page in PAGES for block in blocks(page, "python") if block.startswith(f"# {name}\n"))
     return text
 

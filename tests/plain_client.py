@@ -1,4 +1,4 @@
-"""A second client of the teacher service, written from docs/teacher_protocol.md alone: it imports nothing of ours."""
+"""A second client of the teacher service, written from teacher/PROTOCOL.md alone: it imports nothing of ours."""
 
 import glob
 import time

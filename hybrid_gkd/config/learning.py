@@ -15,23 +15,23 @@ class DistillationConfig:
     """The distillation loss."""
 
     enabled: bool = True
-    """false needs no teacher: it trains with PPO on the reward, or on given answers by cross-entropy (SFT)."""
+    """false trains without a teacher: by PPO on the reward, or by cross-entropy on given completions (SFT)."""
     on_policy_fraction: float | None = field(default=None, metadata=rules.SHARE)
-    """The share of the tasks with a given answer (data.response_key) that the student answers itself (lambda in arXiv
-    2306.13649), drawn anew for each batch; null: none of them."""
+    """Fraction of the tasks with a given completion (data.response_key) that the student completes itself (lambda in
+    arXiv 2306.13649), chosen anew for each batch; null: none of them."""
     sft_coef: float | None = field(default=None, metadata=rules.NOT_NEGATIVE)
-    """Factor of the cross-entropy of given answers, beside the loss that teacher and rewards make; null: 0 with a
-    teacher, which scores given answers like any other, and 1 without."""
+    """Factor of the cross-entropy of given completions, which is added to the losses of teacher and rewards; null: 0
+    with a teacher, which scores given completions too, and 1 without."""
     loss_mode: str = field(default="forward_kl", metadata=rules.names(*DIVERGENCES, "mixed"))
     """Divergence between teacher and student, see docs/losses.md: on the teacher's candidates (forward_kl,
     reverse_kl, jsd), a weighted sum (mixed), or an estimate from the sampled token (k1, k2, k3)."""
     loss_fn: str | None = field(default=None, metadata=rules.IMPORT_PATH)
-    """A divergence of your own in the place of loss_mode: module:name or file.py:name of a function like forward_kl of
+    """Your own divergence in place of loss_mode: module:name or file.py:name of a function like forward_kl in
     hybrid_gkd/losses/divergence.py."""
     beta: float = field(default=0.5, metadata=rules.SHARE)
     """Weight of the teacher in jsd's mixture; 0 is forward_kl and 1 is reverse_kl."""
     mixed_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; of any mode but k1."""
+    """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; all modes except k1 are allowed."""
     use_policy_gradient: bool = False
     """Minimise the mean of k1, k2 or k3 over the student's samples, by PPO's clipped loss: the negative advantage of
     the sampled token is the value plus its slope in the student's log-probability. false: the value is the loss."""
@@ -44,15 +44,15 @@ class DistillationConfig:
     distillation_loss_coef: float = field(default=1.0, metadata=rules.POSITIVE)
     """Factor of the loss, or of the reward with as_reward."""
     distillation_loss_coef_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The factor over the run: constant, or from distillation_loss_coef at the first step towards 0 after the last."""
+    """Schedule of the factor: constant, or falling from distillation_loss_coef at the first step to 0 after the end."""
     use_task_rewards: bool = False
-    """Add PPO's policy loss on the rule reward."""
+    """Add PPO's policy loss on the task reward."""
     as_reward: bool = False
-    """The teacher teaches through rewards: log p - log q of each sampled token is a reward of that token, added to the
-    task reward if there is one, from which algorithm.adv_estimator makes advantages; no divergence is minimised."""
+    """Use log p - log q of each sampled token as a reward of that token, added to the task reward if there is one;
+    algorithm.adv_estimator computes advantages from it, and no divergence is minimised."""
     loss_max_clamp: float | None = field(default=None, metadata=rules.POSITIVE)
-    """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more. With
-    use_policy_gradient it is the advantage that is limited. actor/distillation/clamp_share says how many tokens are."""
+    """Limit of a token's divergence, plus or minus, nats; a token beyond it has no gradient. With use_policy_gradient
+    the advantage is limited. actor/distillation/clamp_share is the fraction of such tokens."""
     token_weights: str = field(default=UNIFORM, metadata=rules.names(UNIFORM, *TOKEN_WEIGHTS, or_own=True))
     """Weights of the tokens in the loss, see docs/losses.md: all the same (uniform), or a selection: the beginning of
     each completion (position), where the student's entropy is highest (student_entropy), where the student is certain
@@ -70,17 +70,17 @@ class DistillationConfig:
 
 ADV_ESTIMATORS = {
     "gae": "critic", "grpo": "group", "rloo": "group", "reinforce_plus_plus": "",
-    "reinforce_plus_plus_baseline": "group", "remax": "greedy answer", "opo": "group",
+    "reinforce_plus_plus_baseline": "group", "remax": "greedy completion", "opo": "group",
 }
-"""algorithm.adv_estimator -> the baseline of a response: a critic's values, the other responses to its prompt (group),
-or the greedy response. The functions are in hybrid_gkd/ppo/advantages.py."""
+"""algorithm.adv_estimator -> baseline of a completion: a critic's values, the prompt's other completions (group), or
+the greedy completion. The functions are in hybrid_gkd/ppo/advantages.py."""
 
 
 REJECTION_RULES = (
     *(f"token_k{k}" for k in (1, 2, 3)), *(f"seq_sum_k{k}" for k in (1, 2, 3)), *(f"seq_mean_k{k}" for k in (1, 2, 3)),
     "seq_max_k2", "seq_max_k3",
 )
-"""Rules of algorithm.rollout_rs: k1, k2 or k3 of a token, or their sum, mean or maximum over its response."""
+"""Rules of algorithm.rollout_rs: k1, k2 or k3 of a token, or their sum, mean or maximum over its completion."""
 
 
 def rejection_bounds(names: str, limits: Any) -> dict[str, tuple[float, float]]:
@@ -118,12 +118,12 @@ class KLCtrlConfig:
     """The coefficient of the KL penalty in the rewards."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: always kl_coef; adaptive: multiplied after every step by 1 + e responses / horizon, where
+    """fixed: always kl_coef; adaptive: multiplied after every step by 1 + e completions / horizon, where
     e = KL / target_kl - 1, clipped to -0.2 and 0.2 (arXiv 1909.08593). A resumed run continues with its value."""
     kl_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
     """The coefficient; with adaptive, the initial one."""
     horizon: int = field(default=10000, metadata=rules.POSITIVE)
-    """Responses over which adaptive changes the coefficient by a factor of about 1 + e; a larger one is slower."""
+    """Completions over which adaptive changes the coefficient by a factor of about 1 + e; a larger one is slower."""
     target_kl: float = field(default=0.1, metadata=rules.POSITIVE)
     """Target of adaptive, nats per token."""
 
@@ -133,9 +133,9 @@ class FilterGroupsConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): replace uninformative groups, see docs/ppo.md."""
 
     enable: bool = False
-    """Leave out prompts whose responses all have the same metric, and refill the batch with further prompts."""
+    """Leave out prompts whose completions all have the same metric, and refill the batch with further prompts."""
     metric: str = field(default="seq_reward", metadata=rules.names("acc", "score", "seq_reward"))
-    """Metric of a response: seq_reward is its reward, from which advantages are computed; score is the reward without
+    """Metric of a completion: seq_reward is its reward, from which advantages are computed; score is the reward without
     the overlong penalty; acc is the number of that name returned by a custom reward function, else the score."""
     max_num_gen_batches: int = field(default=10, metadata=rules.POSITIVE)
     """Maximum number of generation batches per training step; the run ends with an error if they have too few
@@ -148,8 +148,8 @@ class AlgorithmConfig:
 
     adv_estimator: str = field(default="grpo", metadata=rules.names(*ADV_ESTIMATORS, or_own=True))
     """Advantage estimator, see docs/ppo.md: gae (relative to a critic's values), grpo, rloo, opo,
-    reinforce_plus_plus_baseline (relative to the other responses to the prompt), reinforce_plus_plus (relative to the
-    batch), remax (relative to the greedy response), or module:name or file.py:name of a function like grpo of
+    reinforce_plus_plus_baseline (relative to the prompt's other completions), reinforce_plus_plus (relative to the
+    batch), remax (relative to the greedy completion), or module:name or file.py:name of a function like grpo of
     hybrid_gkd/ppo/advantages.py."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the standard deviation of the group in grpo; false as in Dr. GRPO."""
@@ -170,13 +170,13 @@ class AlgorithmConfig:
     (older weights, the engine's arithmetic): every token's loss is multiplied by min(weight, threshold), threshold >=
     1; null disables them. Costs a forward pass."""
     rollout_is: Literal["prefix", "token", "sequence"] = "prefix"
-    """Weight of a token: pi_current / pi_rollout of the response up to it (prefix), of the token alone (token), or of
-    the whole response (sequence). prefix excludes the token's own ratio for losses over the whole distribution, such as
-    divergences; token is for losses of the sampled token."""
+    """Weight of a token: pi_current / pi_rollout of the completion up to it (prefix), of the token alone (token), or
+    of the whole completion (sequence). prefix excludes the token's own ratio for losses over the whole distribution,
+    such as divergences; token is for losses of the sampled token."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Exclude tokens or responses that differ too much from the loss, by rules such as token_k1 or seq_mean_k3,
+    """Exclude tokens or completions that differ too much from the loss, by rules such as token_k1 or seq_mean_k3,
     separated by commas, see docs/losses.md. Costs the same forward pass."""
     rollout_rs_threshold: Any = None
     """Limits of rollout_rs: one number for all rules, or one per rule separated by commas. For k1 bounds of the ratio,
@@ -218,7 +218,7 @@ class CustomRewardFunction:
 
 @dataclass
 class OverlongBufferConfig:
-    """Penalty on responses near max_response_length, eq. 13 of arXiv 2503.14476 (DAPO); training only."""
+    """Penalty on completions near max_response_length, eq. 13 of arXiv 2503.14476 (DAPO); training only."""
 
     enable: bool = False
     """Add the penalty to the reward: 0 up to `len` tokens before data.max_response_length, then falling linearly to
@@ -226,15 +226,15 @@ class OverlongBufferConfig:
     len: int = field(default=512, metadata=rules.POSITIVE)
     """Length of the penalized range, tokens."""
     penalty_factor: float = field(default=1.0, metadata=rules.POSITIVE)
-    """Penalty of a response of data.max_response_length tokens."""
+    """Penalty of a completion of data.max_response_length tokens."""
 
 
 @dataclass
 class RewardConfig:
-    """Reward of a response, for PPO and for validation; see docs/rewards.md."""
+    """Reward of a completion, for PPO and for validation; see docs/rewards.md."""
 
     name: str = field(default="exact_match", metadata=rules.names(*REWARD_FUNCTIONS))
-    """exact_match compares the stripped response, gsm8k the last number, math the last expression (with math-verify);
+    """exact_match compares the stripped completion, gsm8k the last number, math the last expression (with math-verify);
     format searches for `reward.format`; length is minus the used fraction of max_response_length; by_data_source
     selects gsm8k or math by the row's data source."""
     functions: dict[str, float] = field(default_factory=dict)
@@ -246,14 +246,14 @@ class RewardConfig:
     r"""Require a marked final answer in gsm8k, math and by_data_source, as in verl: after ####, in \\boxed{}, and for
     math_dapo and aime* in a line `Answer: ...`."""
     format: str | None = None
-    """Regular expression that format searches in the stripped response; a dot also matches newlines."""
+    """Regular expression that format searches in the stripped completion; a dot also matches newlines."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     timeout: float = field(default=60.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
-    """Seconds that a function may take for one response, or a batch function for all; .inf: no limit. Its process is
+    """Seconds that a function may take for one completion, or a batch function for all; .inf: no limit. Its process is
     then killed and replaced."""
     score_on_error: float | None = None
-    """Reward of a response for which the custom function raises, times out, or returns no number; null: the run ends
+    """Reward of a completion for which the custom function raises, times out, or returns no number; null: the run ends
     with an error that names the row."""
     num_workers: int | None = field(default=None, metadata=rules.POSITIVE)
     """Processes for functions that can hang (custom, math, format); null: one per CPU, at most 8."""
@@ -278,13 +278,13 @@ class RewardModelFolder:
 
 @dataclass
 class RewardModelConfig:
-    """A frozen model that scores responses, on the GPUs of the training workers. See docs/rewards.md."""
+    """A frozen model that scores completions, on the GPUs of the training workers. See docs/rewards.md."""
 
     enable: bool = False
     """Use the model's score as reward in place of reward.name; reward.functions adds functions to it."""
     model: RewardModelFolder = field(default_factory=RewardModelFolder)
     max_length: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Maximum number of tokens of prompt and response; longer texts are truncated at the end, which is logged and
+    """Maximum number of tokens of prompt and completion; longer texts are truncated at the end, which is logged and
     counted (reward/model_truncated/mean). null: as many as the model has positions."""
     forward_max_token_len_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
     """Maximum number of tokens in one packed micro-batch; a longer text is a micro-batch of its own. null takes

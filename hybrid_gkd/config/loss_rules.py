@@ -104,7 +104,7 @@ def distillation_loss(config: Config) -> Rules:
             or config.actor_rollout_ref.actor.use_kl_loss
         ),
         f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
-        "about the policy that the responses were sampled from",
+        "about the policy that sampled the completions",
     )
     yield from _token_weights(config)
 

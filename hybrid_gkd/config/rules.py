@@ -41,7 +41,7 @@ def rules_between_fields(config: Config) -> Rules:
     val_kwargs = arr.rollout.val_kwargs
     yield (
         f"{ARR}.rollout.val_kwargs.n", val_kwargs.n == 1 or val_kwargs.temperature > 0,
-        f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: all greedy responses to a prompt are the same",
+        f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: all greedy completions of a prompt are the same",
     )
     yield from _best_metric(config)
     yield from _pools(config)
@@ -114,7 +114,7 @@ def _filter_groups(config: Config) -> Rules:
     )
     yield (
         f"{ARR}.rollout.n", config.actor_rollout_ref.rollout.n > 1,
-        f"must be at least 2 with {key}=true, which compares the responses to a prompt",
+        f"must be at least 2 with {key}=true, which compares the completions of a prompt",
     )
     ahead = config.trainer.scheduler != "sync" and not config.actor_rollout_ref.hybrid_engine
     yield key, not (ahead and config.reward_model.enable), (
@@ -146,7 +146,7 @@ def _advantages(config: Config) -> Rules:
     name, own = section.adv_estimator, section.adv_estimator not in ADV_ESTIMATORS
     need = ADV_ESTIMATORS.get(name, "")
     alone = n == 1 and need == "group"
-    yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 responses per prompt"
+    yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 completions per prompt"
     plain = section.norm_adv_by_std_in_grpo or name == "grpo" or own
     yield f"{key}.norm_adv_by_std_in_grpo", plain, f"has no effect with {key}.adv_estimator={name}; leave it at true"
     discounts = section.gamma == 1 or name in ("gae", "reinforce_plus_plus") or own
@@ -275,7 +275,7 @@ def _importance_weights(config: Config) -> Rules:
     )
     normalizes = section.rollout_is_batch_normalize
     yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"needs {key}"
-    yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of an on-policy response"
+    yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of an on-policy completion"
     rejects, limits = section.rollout_rs, section.rollout_rs_threshold
     both = (rejects is None) == (limits is None)
     yield "algorithm.rollout_rs_threshold", both, "must be set together with algorithm.rollout_rs"

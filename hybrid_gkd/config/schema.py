@@ -105,7 +105,7 @@ class WandbConfig:
     notes: str | None = None
     """Description of the run."""
     workspace: bool = True
-    """Create the workspace `hybrid_gkd`, the dashboard of docs/dashboards.md, in a project that has none of that name.
+    """Create the workspace `hybrid_gkd`, the dashboard of docs/observing.md, in a project that has none of that name.
     An offline run does not; python -m hybrid_gkd.reporting.dashboard creates or updates it later."""
     log_report: bool = False
     """Log report.html as an artifact `report-<run id>` at the end of the run: about 1 MB, including the warnings of

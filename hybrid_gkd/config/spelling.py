@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -157,23 +157,61 @@ class SpellingReader:
 
 def markdown_page() -> str:
     """Return the text of docs/verl.md."""
-    read = {**VALUES, **RENAMED}
+    read = _without_twins({key: (_code(row.keys), row.how) for key, row in {**VALUES, **RENAMED}.items()})
+    only = _without_twins({key: (_code(values), "") for key, (values, _) in ONLY.items()})
+    accepted = _without_twins({key: ("", "") for keys in ACCEPTED.values() for key in keys})
+    renamed = [(f"{old}*", f"`{new}*`") for old, new in SECTIONS.items()]
+    renamed += [(key, keys) for key, (keys, how) in read.items() if not how]
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
-        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` matches anything.", "",
-        "## Renamed sections", "", "| verl | here |", "|---|---|",
-        *(f"| `{old}*` | `{new}*` |" for old, new in SECTIONS.items()), "",
+        "| topic | behavior |", "|---|---|", *map(_row, BEHAVIOR), "",
+        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` matches anything. Rows",
+        "of `actor_rollout_ref.actor` and `.model` apply to `critic` and `critic.model` too, and rows of",
+        "`distillation.teacher_model.*` to `distillation.teacher_models.*`.", "",
+        "## Different computations", "", "| key | verl | here |", "|---|---|---|", *map(_row, COMPUTED), "",
+        "## Renamed", "", "| section here | key of verl: key here |", "|---|---|",
+        *_table(renamed, by=lambda _, target: _section(target), cell=lambda key, target: f"`{key}`: {target}"), "",
         "## Converted", "", "| verl | here | value |", "|---|---|---|",
-        *(f"| `{key}` | {_code(row.keys)} | {row.how} |" for key, row in read.items()), "",
-        "## Different computations", "", *COMPUTED, "",
-        "## Accepted without effect", "", "| reason | verl |", "|---|---|",
-        *(f"| {reason} | {_code(keys)} |" for reason, keys in ACCEPTED.items()), "",
-        "## Accepted with certain values", "", "All others are rejected, with the reason.", "",
-        "| verl | value | reason |", "|---|---|---|",
-        *(f"| `{key}` | {_code(values)} | {reason} |" for key, (values, reason) in ONLY.items()), "",
-        "## Rejected", "", "| verl | reason |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in REFUSED.items()),
-    ]
+        *(_row((f"`{key}`", keys, how)) for key, (keys, how) in read.items() if how), "",
+        "## Accepted values", "", "Others are rejected, with the reason.", "", "| value | verl |", "|---|---|",
+        *_table([(key, values) for key, (values, _) in only.items()], by=lambda key, values: values,
+                cell=lambda key, values: f"`{key}`"),
+        _row(("any, without effect; the reason is logged", _code(tuple(accepted)))),
+        _row(("none", _code(tuple(REFUSED)))),
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _twin(text: str) -> str:
+    """Return a text with the actor's keys in place of the critic's, and one teacher's in place of several teachers'."""
+    text = text.replace("critic.model.", "actor_rollout_ref.model.").replace("critic.", "actor_rollout_ref.actor.")
+    return text.replace("teacher_models.*", "teacher_model")
+
+
+def _without_twins(rows: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Leave out rows that repeat those of their twin, `_twin`."""
+    return {
+        key: row for key, row in rows.items()
+        if _twin(key) == key or rows.get(_twin(key)) != tuple(_twin(text) for text in row)
+    }  # fmt: skip
+
+
+def _section(target: str) -> str:
+    """Return the section of a key in backticks, such as `data` or `actor_rollout_ref.teacher`."""
+    first, *rest = target.strip("`*.").split(".")
+    return f"`{first}.{rest[0]}`" if first == "actor_rollout_ref" else f"`{first}`"
+
+
+def _table(pairs: Iterable[tuple[str, str]], *, by: Callable[..., str], cell: Callable[..., str]) -> list[str]:
+    """Return one row of a table for each value of `by`, with the cells of its pairs in a list."""
+    rows: dict[str, list[str]] = {}
+    for pair in pairs:
+        rows.setdefault(by(*pair), []).append(cell(*pair))
+    return [_row((name, ", ".join(cells))) for name, cells in rows.items()]
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _code(values: tuple[Any, ...]) -> str:
@@ -184,38 +222,57 @@ def _code(values: tuple[Any, ...]) -> str:
 
 INTRODUCTION = """
 Commands of verl's `examples/ppo_trainer`, `grpo_trainer` and `on_policy_distillation_trainer`, for dense language
-models on FSDP, run with unchanged arguments: `bash run_gkd.sh` replaces `python3 -m verl.trainer.main_ppo`.
-
-- **Recipe.** A command with an advantage estimator (or a critic) uses the recipe `ppo_trainer`: those of verl's
-  defaults that affect the learning signal. A teacher in this program's spelling (`actor_rollout_ref.teacher.*`) or
-  another `--config-name` changes the recipe.
-- **Spelling.** `+` and `++` before a key are allowed and have no effect. `--config-path` (`-cp`) is a folder relative
-  to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. Your own YAML files
-  may have verl's keys, and a defaults list of file names with `_self_`. Keys cannot be deleted with `~`.
-- **Log.** Each converted value is logged at the start, and each reason for which keys have no effect. `--dry-run` and
-  `config.yaml` show the spelling of this program.
-- **Duplicates.** If a key is given in two spellings, the values must be equal.
-- **Warm-up.** `optim.lr_warmup_steps` counts training steps in verl, where all mini-batches of a step have one rate,
-  and optimizer steps here. In a command of verl (with the recipe `ppo_trainer`) it is converted and logged; with
-  another recipe it is a number of optimizer steps.
-- **All other keys** are in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
-  neither there nor below is rejected, with the closest existing key.
+models on FSDP, run with unchanged arguments: `bash run_gkd.sh` replaces `python3 -m verl.trainer.main_ppo`. Most keys
+of verl are [keys here](../hybrid_gkd/config/); a key that is neither there nor below is rejected, with the closest one.
 """.strip().splitlines()
 
-COMPUTED = """
-- `forward_kl_topk` is a sum over the teacher's candidates, which can be negative. verl sets negative rows to 0, without
-  a gradient; here they keep value and gradient. `distillation.tail=bucket` is never negative.
-- `k3` (`low_var_kl`) is clipped at 10 in verl, without a gradient beyond; here it has one up to a log-ratio of 20
-  ([losses.md](losses.md)). `algorithm.kl_penalty` has verl's limit.
-- `distillation.distillation_loss_coef` only applies with task rewards in verl; here it is always a factor of the
-  distillation. Without task rewards a value other than 1 scales the gradient, before it is clipped.
-- The modes `seq-mean-*` of `loss_agg_mode` divide by the responses that keep a token. verl divides by all responses of
-  the mini-batch, including those excluded by `rollout_rs`.
-- `seq-mean-token-sum-norm` divides by the number of responses and by `loss_scale_factor`, as in verl 0.9; older
-  versions divide only by the latter, so that their loss is larger by the number of responses.
-- Rewards: `reward.strict` in [rewards.md](rewards.md) describes where verl requires more than the right answer.
-""".strip().splitlines()
-"""Keys with a different computation."""
+BEHAVIOR = (
+    (
+        "recipe", "a command with an advantage estimator (or a critic) uses `ppo_trainer`: verl's defaults that affect "
+        "the learning signal. A teacher in this program's spelling (`actor_rollout_ref.teacher.*`) or another "
+        "`--config-name` changes the recipe",
+    ),
+    (
+        "spelling", "`+` and `++` before a key have no effect; `~` cannot delete keys. `--config-path` (`-cp`) "
+        "is relative to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. "
+        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`",
+    ),
+    (
+        "log", "each converted value, and each reason why keys have no effect, is logged at the start; `--dry-run` and "
+        "`config.yaml` show the spelling of this program",
+    ),
+    ("duplicates", "if a key is given in two spellings, the values must be equal"),
+    (
+        "warm-up", "`optim.lr_warmup_steps` counts training steps in verl, and optimizer steps here. With the recipe "
+        "`ppo_trainer` it is converted and logged; with another one it is a number of optimizer steps",
+    ),
+)  # fmt: skip
+"""Topic and behavior."""
+
+COMPUTED = (
+    (
+        "`forward_kl_topk`", "negative rows of the sum over the candidates are 0, without a gradient",
+        "they keep value and gradient; `distillation.tail=bucket` is never negative",
+    ),
+    (
+        "`k3` (`low_var_kl`)", "clipped at 10, without a gradient beyond", "has a gradient up to a log-ratio of 20 "
+        "([losses.md](losses.md#estimators-from-the-sampled-token)); `algorithm.kl_penalty` as in verl",
+    ),
+    (
+        "`distillation.distillation_loss_coef`", "with task rewards only",
+        "always a factor of the distillation: alone, it scales the gradient before clipping",
+    ),
+    (
+        "`loss_agg_mode=seq-mean-*`", "divides by all completions of the mini-batch, also rejected ones",
+        "divides by those that keep a token after `rollout_rs`",
+    ),
+    (
+        "`seq-mean-token-sum-norm`", "before 0.9 divides by `loss_scale_factor` only",
+        "as 0.9: also by the number of completions",
+    ),
+    ("rewards", "stricter about where an answer stands", "`reward.strict=true` ([rewards.md](rewards.md))"),
+)  # fmt: skip
+"""Key with a different computation, in verl and here."""
 
 if __name__ == "__main__":
     print(markdown_page(), end="")

@@ -106,7 +106,8 @@ def tokenize_completion(
     content = answer.messages[0].get("content") or ""
     if render is None:
         if len(answer.messages) > 1:
-            raise DataError(f"{where}: several messages need a chat template, which the tokenizer does not have")
+            raise DataError(f"{where}: several messages need a chat template, which the tokenizer does not have; set "
+                "actor_rollout_ref.model.tokenizer_path to one with a template")
         text, turns = content, [(0, len(content))]
     else:
         text, turns = _rendered(answer, prompt, render, where)
@@ -183,7 +184,7 @@ class Encoded:
         Raises DataError: the tokenizer does not provide character offsets.
         """
         if self._offsets is None:
-            raise DataError(f"{self.where}: needs a fast tokenizer, which provides character offsets")
+            raise DataError(f"{self.where}: data.excluded_spans_key needs a fast tokenizer (a tokenizer.json)")
         starts, ends = np.array(self._offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, starts + 1)
         found = np.zeros(len(starts), bool)

@@ -332,15 +332,19 @@ def _answer(value: object, path: list[str], where: str) -> str:
     return str(value)
 
 
+REMEDY = "set a tokenizer_path with one, or use texts"
+
+
 def plain_text(chat: Chat, tools: Tools, who: str) -> str:
     """Return the text of a chat for a tokenizer without a chat template.
 
     Raises DataError unless it is one user message.
     """
     if [message["role"] for message in chat] != ["user"]:
-        raise DataError(f"{who} has no chat template, which a conversation with roles needs; got {short(chat)}")
+        rule = f"which a conversation with roles needs ({REMEDY})"
+        raise DataError(f"{who} has no chat template, {rule}; got {short(chat)}")
     if tools:
-        raise DataError(f"{who} has no chat template, which tools need; got {short(tools)}")
+        raise DataError(f"{who} has no chat template, which tools need ({REMEDY}); got {short(tools)}")
     return str(chat[0]["content"])
 
 

@@ -176,7 +176,8 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     tokenizer = load_tokenizer(path, options.trust_remote_code)
     ends = stop_token_ids(path, tokenizer)
     if not ends:
-        raise ModelError(f"--ckpt-path {path}: defines no end-of-sequence token, so completions would never end")
+        rule = "so completions would never end; set eos_token in its tokenizer_config.json"
+        raise ModelError(f"--ckpt-path {path}: defines no end-of-sequence token, {rule}")
     tables = read_rows(
         options.files, key=key, prompt_key=options.prompt_key, answer_key=options.answer_key,
         data_source_key=options.reward_fn_key, extra_info=":" in (options.reward or ""),

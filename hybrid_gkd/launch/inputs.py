@@ -53,7 +53,8 @@ def student(facts: Facts) -> str:
     with prefix_errors("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
     if not facts.stop_token_ids:
-        raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
+        rule = "defines no end-of-sequence token; set eos_token in its tokenizer_config.json"
+        raise ModelError(f"actor_rollout_ref.model.path: {model.path} {rule}")
     check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     if facts.engine == "vllm":
         given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
@@ -367,7 +368,7 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
     what = f"the {who} {path} has {rows} rows in its embedding (vocab_size), the student more: {names}"
     if all(stop >= rows for stop in facts.stop_token_ids):
         raise ModelError(f"{what}, among them all that end a completion ({facts.stop_token_ids})")
-    logger.warning("%s; tokens with the ids %d to %d are never drawn", what, rows, facts.num_ids - 1)
+    logger.warning("%s; tokens with the ids %d to %d are never sampled", what, rows, facts.num_ids - 1)
     facts.num_ids = rows
     check_topk(facts)
 

@@ -271,7 +271,8 @@ def _check(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int, num_ids: int
 ) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden [T, D] and weight [V, D] do not fit: {tuple(hidden.shape)}, {tuple(weight.shape)}")
+        shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}"
+        raise ValueError(f"hidden [T, D] and weight [V, D] must have the same D: {shapes}")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden and weight must have one dtype; got {hidden.dtype} and {weight.dtype}")
     if ids.ndim != 2 or ids.shape[0] != hidden.shape[0] or ids.dtype != torch.int64:

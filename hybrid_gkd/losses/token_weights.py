@@ -57,7 +57,7 @@ def compute_weights(row: TokenWeights, signals: TokenSignals) -> np.ndarray:
         raise ConfigError(KEY, rule, show_value=False)
     weights = weights.astype(np.float32)
     if not (np.isfinite(weights) & (weights >= 0)).all():
-        raise ConfigError(KEY, "must return finite weights of at least 0", show_value=False)
+        raise ConfigError(KEY, f"must return finite weights of at least 0; got {weights.min()}", show_value=False)
     return weights
 
 

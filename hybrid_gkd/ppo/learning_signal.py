@@ -14,7 +14,7 @@ from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, with_tasks
 
 def needs_greedy_samples(config: Config) -> bool:
     """Return whether the greedy completion of each prompt is the baseline of the advantages."""
-    return config.has_advantages and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy answer"
+    return config.has_advantages and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy completion"
 
 
 def samples_to_score(rollout: Rollout) -> list[Pair]:

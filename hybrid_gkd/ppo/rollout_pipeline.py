@@ -97,5 +97,8 @@ class RolloutPipeline:
         with self._clock.span("wait_prev_gen"):
             while not wait([rollout], timeout=CHECK_SECONDS).done:
                 if time.monotonic() > self._last_progress + self._inactivity_timeout.seconds:
-                    raise WorkerError(f"generate: no response and no error in {self._inactivity_timeout}")
+                    raise WorkerError(
+                        f"generate: no completion and no error within {self._inactivity_timeout}; see the logs of the "
+                        "rollout workers"
+                    )
         return rollout.result()

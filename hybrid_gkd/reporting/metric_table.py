@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 
 from hybrid_gkd.offload.residency import FROZEN, MEMORY_OWNERS, MODEL_OWNERS, RESIDENCY
 
+UPDATES = ("update_actor", "update_critic")
+TEMPLATES: dict[str, tuple[str, tuple[str, str]]] = {}
+"""Name of an expanded metric -> its template, which is one row of docs/metrics.md."""
+
+
+def _expand(name: str, unit: str, meaning: str, **values: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return an entry for each combination of the values, which replace `<key>` in name and meaning."""
+    entries = {}
+    for chosen in itertools.product(*values.values()):
+        full_name, full_meaning = name, meaning
+        for key, value in zip(values, chosen, strict=True):
+            full_name, full_meaning = (text.replace(f"<{key}>", value) for text in (full_name, full_meaning))
+        entries[full_name] = unit, full_meaning
+        TEMPLATES[full_name] = name, (unit, meaning)
+    return entries
+
+
 METRICS: dict[str, tuple[str, str]] = {
     # The learning signal.
     "actor/kl_loss": ("nats/token", "Distillation divergence (distillation.loss_mode) before loss_max_clamp"),
-    "actor/kl_loss/first_update": ("nats/token", "actor/kl_loss at the first optimizer step of a rollout"),
-    "actor/kl_loss/last_update": ("nats/token", "actor/kl_loss at the last optimizer step of a rollout"),
+    **_expand(
+        "actor/kl_loss/<which>_update", "nats/token", "actor/kl_loss at the <which> optimizer step of a rollout",
+        which=("first", "last"),
+    ),
     "actor/loss": ("nats/token", "Total loss: all terms with their coefficients"),
     "actor/grad_norm": ("", "Gradient norm before clipping, mean over the optimizer steps"),
     "actor/lr": ("", "Learning rate of the last optimizer step"),
@@ -29,12 +49,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/ppo_kl": ("nats/token", "Approximate KL(old policy, policy): mean of old - new log-probability"),
     "actor/distillation/forward_kl": ("nats/token", "KL(teacher, student) on the teacher's top-k and the tail"),
     "actor/distillation/reverse_kl": ("nats/token", "KL(student, teacher) on the teacher's top-k and the tail"),
-    **{
-        f"actor/distillation/forward_kl/q{number}": (
-            "nats/token", f"actor/distillation/forward_kl in quarter {number} of each completion"
-        )
-        for number in (1, 2, 3, 4)
-    },
+    **_expand(
+        "actor/distillation/forward_kl/q<n>", "nats/token",
+        "actor/distillation/forward_kl in quarter <n> of each completion", n="1234",
+    ),
     "actor/distillation/teacher_entropy": ("nats/token", "Teacher entropy on its top-k and the tail"),
     "actor/distillation/entropy_gap": ("nats/token", "Student entropy on the same partition minus teacher entropy"),
     "actor/distillation/clamp_share": ("fraction", "Tokens whose divergence or advantage is clamped (loss_max_clamp)"),
@@ -58,7 +76,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "critic/returns/mean": ("", "Mean return of a completion token, the critic's target"),
     "critic/grad_norm": ("", "Critic gradient norm before clipping, mean over its optimizer steps"),
     "critic/lr": ("", "Learning rate of the critic's last optimizer step"),
-    # Step time: sums of the trainer's spans in trace.json (docs/timeline.md).
+    # Step time: sums of the trainer's spans in trace.json (docs/observing.md).
     # They may overlap, so they need not add up to timing/step.
     "timing/step": (
         "seconds", "Step time: generation (separate pools: the wait for it), waits for teacher and rewards, updates, "
@@ -76,14 +94,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/update_actor": ("seconds", "Actor update: forward, backward and optimizer steps"),
     # Parts of both updates, each the maximum over the workers.
     **{
-        f"timing/{update}/{part}": ("seconds", text)
-        for update in ("update_actor", "update_critic")
+        name: entry
         for part, text in (
-            ("compute", "Device time of forward and backward passes, including gaps between kernels"),
+            ("compute", "Device time of forward and backward passes, including gaps between kernels and waits for the "
+             "teacher"),
             ("optimizer_step", "Device time of optimizer steps and gradient clipping"),
             ("copies", "Wait until the update's state is on the GPU: host-to-device copies, and the engine's sleep"),
-            ("other", f"Remainder of timing/{update}: sending the batch, passes for log-probabilities, waits"),
+            ("other", "Remainder of timing/<update>: sending the batch, passes for log-probabilities, waits"),
         )
+        for name, entry in _expand(f"timing/<update>/{part}", "seconds", text, update=UPDATES).items()
     },
     "timing/sync_rollout_weights": ("seconds", "Weight sync to the rollout engine"),
     "timing/offload": ("seconds", "Copies of parameters, optimizer state and KV cache between GPU and host"),
@@ -93,8 +112,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/elapsed": ("seconds", "Training time so far, including starts before a resume"),
     # The teacher service, as measured by the trainer.
     "teacher/latency": ("seconds", "Request latency, median over the requests of the step"),
-    "teacher/latency_p95": ("seconds", "Request latency, 95th percentile"),
-    "teacher/latency_p99": ("seconds", "Request latency, 99th percentile"),
+    **_expand("teacher/latency_p<q>", "seconds", "Request latency, <q>th percentile", q=("95", "99")),
     "teacher/tokens_per_second": ("tokens/second", "Teacher throughput: tokens per timing/get_teacher_knowledge"),
     "teacher/end_logprob": ("nats", "Teacher log-probability of the end-of-text token of completions that have one"),
     "teacher/retries": ("", "Requests sent again"),
@@ -118,11 +136,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "GiB", "Peak of torch's allocator in the step, maximum over GPUs, without a sleeping engine"
     ),
     "perf/max_host_memory_gb": ("GiB", "Peak host memory of a worker process so far"),
-    **{
-        f"perf/copy/{owner}_{direction}": ("GB/s", f"Bandwidth of the last copy of {owner} {where} the GPU")
-        for owner in (*(owner for owners in MODEL_OWNERS.values() for owner in owners), FROZEN)
-        for direction, where in (("in", "to"), ("out", "from"))
-    },
+    **_expand(
+        "perf/copy/<owner>_<direction>", "GB/s", "Bandwidth of the last copy of <owner> to (in) or from (out) the GPU",
+        owner=(*itertools.chain(*MODEL_OWNERS.values()), FROZEN), direction=("in", "out"),
+    ),
     "memory/update/sleeping_engine_gb": (
         "GiB", "GPU memory of the sleeping vLLM engine, measured at its construction, plus memory that other processes "
         "have taken since"
@@ -132,22 +149,18 @@ METRICS: dict[str, tuple[str, str]] = {
         "first generation"
     ),
     # Memory by owner at the start of a phase, maximum over the workers. Absent: not on the device.
-    **{
-        f"memory/{phase}/{owner}_gb": ("GiB", f"{owner} on the device at the start of phase {phase}")
-        for phase in RESIDENCY
-        for owner in MEMORY_OWNERS
-    },
+    **_expand(
+        "memory/<phase>/<owner>_gb", "GiB", "<owner> on the device at the start of phase <phase>",
+        phase=RESIDENCY, owner=MEMORY_OWNERS,
+    ),
     # The batch.
-    "response_length/mean": ("tokens", "Mean completion length"),
-    "response_length/max": ("tokens", "Longest completion"),
-    "response_length/min": ("tokens", "Shortest completion"),
+    **_expand("response_length/<statistic>", "tokens", "Length of completions", statistic=("mean", "max", "min")),
     "response/repeated_fraction": (
         "fraction", "Completion tokens inside a sequence of 8 tokens that occurred before in the same completion"
     ),
     "response/ended_fraction": ("fraction", "Completions stopped because of repetition (rollout.end_repetitions)"),
     "response_length/clip_ratio": ("fraction", "Completions truncated at data.max_response_length"),
-    "prompt_length/mean": ("tokens", "Mean prompt length"),
-    "prompt_length/max": ("tokens", "Longest prompt"),
+    **_expand("prompt_length/<statistic>", "tokens", "Length of prompts", statistic=("mean", "max")),
     "reward/mean": ("", "Mean reward of the completions trained on (PPO, or distillation.use_task_rewards)"),
     "reward/all_groups": (
         "", "Mean reward of all completions of the step's generation batches, before group filtering "
@@ -194,11 +207,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "held-out prompts (actor_rollout_ref.rollout.val_kwargs, greedy by default); with a teacher"
     ),
     "val/reverse_kl": ("nats/token", "KL(student, teacher) on the same completions"),
-    **{
-        f"val/{name}/q{number}": ("nats/token", f"val/{name} in the {which} quarter of each completion")
-        for name in ("forward_kl", "reverse_kl")
-        for number, which in enumerate(("first", "second", "third", "last"), 1)
-    },
+    **_expand(
+        "val/<divergence>/q<n>", "nats/token", "val/<divergence> in quarter <n> of each completion",
+        divergence=("forward_kl", "reverse_kl"), n="1234",
+    ),
     "val/response_length": ("tokens", "Mean completion length on held-out prompts"),
     "val/response_length/clip_ratio": ("fraction", "Held-out completions truncated at data.max_response_length"),
     "val/num_prompts": ("prompts", "Number of held-out prompts"),
@@ -240,6 +252,7 @@ def _in_table(name: str) -> str:
 
 def markdown_table() -> str:
     """Return the text of docs/metrics.md."""
+    rows = dict(TEMPLATES.get(name, (name, entry)) for name, entry in METRICS.items())
     lines = [
         "# Metrics",
         "",
@@ -247,10 +260,15 @@ def markdown_table() -> str:
         "that apply to it. Token-level metrics of `actor/*` and `critic/vf_*` are means over the completion tokens",
         "of the batch, on all GPUs and in all optimizer steps. A value that is not finite stops the run.",
         "",
-        "This page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
+        "`<phase>` and `<owner>` are rows and columns of the [residency table](architecture.md#residency), `<n>` is 1",
+        "to 4, `<update>` is `update_actor` or `update_critic`, `<divergence>` is `forward_kl` or `reverse_kl`,",
+        "`<statistic>` is `mean`, `max` or `min`, `<q>` is 95 or 99. This page is generated:",
+        "`python -m hybrid_gkd.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",
     ]
-    lines += [f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items()]
+    for name, (unit, meaning) in rows.items():
+        shown = re.sub(r"(<\w+>)", r"`\1`", meaning)  # a bare <n> would be an HTML tag
+        lines.append(f"| `{name}` | {unit} | {shown} |")
     return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ def show_next_steps(
         command = serving_command(huggingface, base, on_gpu=on_gpu)
         console.print(f"serve the student: {escape(shlex.join(command))}")
     more, folder = escape(" ".join(train_on)), escape(str(run_dir))
-    console.print(f"continue training: the same command with {more}; run folder: {folder}")
+    console.print(f"train further: the same command with {more}; run folder: {folder}")
 
 
 def serving_command(huggingface: Path, base: str, *, on_gpu: bool) -> list[str]:

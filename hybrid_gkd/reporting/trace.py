@@ -1,4 +1,4 @@
-"""trace.json: spans of all processes of a run, for Perfetto and chrome://tracing; see docs/timeline.md.
+"""trace.json: spans of all processes of a run, for Perfetto and chrome://tracing; see docs/observing.md.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """

@@ -143,7 +143,7 @@ def generate_samples(
     last_progress, computed = time.monotonic(), 0
     while missing:
         if not engine.has_unfinished:
-            raise WorkerError(f"the rollout engine lost {missing} of {len(requests)} samples")
+            raise WorkerError(f"{KEY}: the rollout engine lost {missing} of {len(requests)} samples")
         found = engine.step()
         finished += found
         missing -= len(found)

@@ -264,7 +264,7 @@ class RewardScorer:
                 if self._pool.num_done == seen:
                     raise TrainingError(
                         f"row {entry.row} of the data: the processes of the reward {function.label} hang ({limit:.0f} "
-                        "s without any score)"
+                        "s without any score); find the call that blocks, or raise reward.timeout"
                     ) from None
                 seen = self._pool.num_done
                 progress()

@@ -87,7 +87,8 @@ class CheckpointStore:
         except OSError as error:
             needed = f"{self.reserved_bytes / 2**20:.0f} MiB"
             raise CheckpointError(
-                f"{self.run_dir}: not enough disk space for the next checkpoint ({needed}): {error.strerror}"
+                f"{self.run_dir}: not enough disk space for the next checkpoint ({needed}): {error.strerror}; free "
+                "some and run the same command again"
             ) from error
 
     def release(self) -> None:

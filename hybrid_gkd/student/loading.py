@@ -57,7 +57,8 @@ def build_model(
     try:
         hf_config = read_config(path, trust_remote_code, override_config)
         if getattr(hf_config, "quantization_config", None) is not None:
-            raise ModelError(f"{key}: {path!r} has quantised weights, which cannot be trained")
+            rule = "has quantised weights, which cannot be trained; use the model before quantisation"
+            raise ModelError(f"{key}: {path!r} {rule}")
         stored = getattr(hf_config, "dtype", None) or torch.float32  # a string if another library read config.json
         with init_empty_weights(include_buffers=False):
             model = auto_class(hf_config, classifier).from_config(

@@ -242,7 +242,7 @@ def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.dev
         if not float(differences.mean()) <= largest:  # NaN too
             raise ModelError(
                 f"{hf_config.model_type}: the log-probabilities of a sequence change by up to "
-                f"{float(differences.max()):.2g} nats (mean {float(differences.mean()):.2g}) where it is packed behind "
+                f"{float(differences.max()):.2g} nats (mean {float(differences.mean()):.2g}) where it is packed after "
                 f"one of {length} tokens; rounding must stay below {largest:g}, or the loss depends on how a batch is "
                 f"packed: use another model"
                 + (f", or sequences of fewer than {length} tokens (data.max_prompt_length, data.max_response_length)"

@@ -138,7 +138,7 @@ class Dealer:
                 advice = f"copy its public key (.key) to {self._role}/ of the server's keys"
                 self.refused = f"the server does not accept the key in {folder}; {advice}"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                given = f"keys were given ({folder}), but the server was started without"
+                given = f"keys were given ({folder}), but the server was started without; give both keys, or none"
                 self.refused = given if folder else EXPECTS_KEYS
             else:  # no reason from libzmq: the server closed first and so hides the other events
                 self._num_cut_off += 1

@@ -2,7 +2,7 @@
 
 A message is a list of frames: a header (magic, version, CRC-32, a strictly typed msgpack map), then the raw buffers
 of its arrays. The header has dtype, shape and CRC-32 of each array. No data from a socket is ever unpickled.
-docs/teacher_protocol.md documents the message flow and the recovery of lost requests.
+PROTOCOL.md documents the message flow and the recovery of lost requests.
 
 Shapes: L tokens of a reading, R of them scored, K candidates. Results cover scored positions only: token ids int32,
 log-probabilities of candidates float16, those of the tail and of the scored tokens float32.
@@ -202,7 +202,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(Message, tag="status"):
-    """State of the service; docs/teacher_protocol.md lists the averaging periods."""
+    """State of the service; PROTOCOL.md lists the averaging periods."""
 
     model: ModelInfo | None
     num_workers: int

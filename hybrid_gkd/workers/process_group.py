@@ -89,7 +89,10 @@ class GroupMember:
         work = dist.all_reduce(number, async_op=True)
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise WorkerError(f"{self.role} {self.rank} waited {timeout} for the others in an all-reduce")
+                raise WorkerError(
+                    f"{self.role} {self.rank} waited {timeout} for the others in an all-reduce; check network "
+                    "interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and firewalls"
+                )
             time.sleep(0.01)
         work.wait()
         expected = self.size * (self.size + 1) / 2

@@ -110,7 +110,7 @@ def test_the_teacher_of_the_page_serves_a_run_a_client_and_a_second_worker(folde
     with open(folder / "joined.log", "wb") as log:
         joined = subprocess.Popen(joining, stdout=log, stderr=log)
     try:
-        (client,) = documented.blocks(ROOT / "docs" / "teacher.md", "python")
+        client = documented.example("teacher_client.py")
         client = client.replace("Qwen/Qwen3-0.6B", f"{folder}/student")
         found = {}
         exec(client.replace("127.0.0.1:15555", f"127.0.0.1:{service.port}"), found)
@@ -138,15 +138,15 @@ def test_the_plan_of_a_documented_run(folder, capsys, command):
     shown = capsys.readouterr()
     assert code == 0, shown.err
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
-    _, _, checks = page.partition("## Checks before a run")
-    described = re.findall(r"^\| `([\w-]+)` \|", checks[: checks.index("```")], re.MULTILINE)
+    _, _, checks = page.partition("Checks, in this order:")
+    described = [name for name in re.findall(r"`([\w-]+)`", checks[: checks.index("\n\n")]) if name.islower()]
     assert re.findall(r"^ok   ([\w-]+):", shown.out, re.MULTILINE) == described
     assert not (folder / "outputs" / "hybrid_gkd" / "plan").exists()
 
 
 @pytest.mark.slow
 def test_loss_reward_engine_and_tracker_of_ones_own_train_together(folder):
-    """All commands of docs/extending.md and docs/rollout_engine.md in one."""
+    """All commands of docs/extending.md in one."""
     own = [word for command in documented.OWN_OBJECTS for word in documented.arguments(command)]
     files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", "reward.answer_key=answer"]
     text = run("bash run_gkd.sh", *own, *short(folder, "own"), *files, "trainer.total_training_steps=2")
@@ -173,7 +173,7 @@ def test_the_example_of_a_loss_is_what_it_says():
     tails = {"teacher_tail": p[:, 4].log(), "student_tail": q[:, 4].log()}
     found = module.skewed_kl(teacher[:, :4], student[:, :4], tail="bucket", **tails)
     torch.testing.assert_close(found, (p * (p / (0.1 * p + 0.9 * q)).log()).sum(-1))
-    module.SHARE = 1e-12
+    module.FRACTION = 1e-12
     found = module.skewed_kl(teacher[:, :4], student[:, :4], tail="bucket", **tails)
     torch.testing.assert_close(found, forward_kl(teacher[:, :4], student[:, :4], tail="bucket"))
 

@@ -1,4 +1,4 @@
-"""Contract of every rollout engine: the program's own on the CPU, and the one of docs/rollout_engine.md."""
+"""Contract of every rollout engine: the program's own on the CPU, and the one of docs/examples/my_engine.py."""
 
 import dataclasses
 

@@ -266,7 +266,7 @@ def test_folder_without_a_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "given", "message"),
     [
-        ("hf", '{"vllm": {"quantization": "fp8"}}', "--engine-kwargs vllm: the engine is hf"),
+        ("hf", '{"vllm": {"quantization": "fp8"}}', "--engine-kwargs vllm: must be hf"),
         ("vllm", '{"vllm": {"enable_prefix_caching": true}}', "--engine-kwargs vllm enable_prefix_caching: has an opt"),
         ("hf", '{"hf": {"no_such_argument": 1}}', "cannot be loaded: .*no_such_argument"),
     ],

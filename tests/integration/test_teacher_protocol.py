@@ -1,4 +1,4 @@
-"""The service as an outsider sees it: a client that knows docs/teacher_protocol.md and nothing of this package."""
+"""The service as an outsider sees it: a client that knows teacher/PROTOCOL.md and nothing of this package."""
 
 import contextlib
 import re
@@ -130,7 +130,7 @@ def test_another_version_is_answered_with_the_own_one(client):
 
 
 def test_the_page_names_every_field_and_counter(client):
-    page = (Path(__file__).parents[2] / "docs" / "teacher_protocol.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "hybrid_gkd" / "teacher" / "PROTOCOL.md").read_text(encoding="utf-8")
     assert f"version {protocol.PROTOCOL_VERSION}" in page.splitlines()[0]
     client.send("status_request")
     status, _ = client.receive("status")

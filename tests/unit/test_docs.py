@@ -178,7 +178,7 @@ def imported_modules(file):
 @pytest.mark.slow
 def test_the_table_of_packages_names_every_import():
     wrong, above = {}, set()
-    for names, _, imports in table(ROOT / "docs" / "architecture.md", "## Packages and imports"):
+    for names, _, imports in table(ROOT / "CONTRIBUTING.md", "## Packages and imports"):
         packages, imported = {Path(span).stem for span in spans(names)}, set()
         above |= packages
         for path in (ROOT / span for span in spans(names)):

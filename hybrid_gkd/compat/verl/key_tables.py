@@ -258,7 +258,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     ),
     "a checkpoint has all models, and trainer.max_actor_ckpt_to_keep counts it": ("trainer.max_critic_ckpt_to_keep",),
     "there is one implementation of the workers": ("trainer.use_legacy_worker_impl", "trainer.use_v1"),
-    "timeouts have other keys (docs/running.md)": ("trainer.ray_wait_register_center_timeout",),
+    "timeouts have other keys (docs/architecture.md)": ("trainer.ray_wait_register_center_timeout",),
     "trainer.grace_period is the time to end a run": ("trainer.esi_redundant_time",),
     "Ray counts the GPUs, and its workers run in this program's Python": (
         "ray_init.num_gpus", "ray_init.runtime_env.*",

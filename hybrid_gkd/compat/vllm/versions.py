@@ -409,7 +409,8 @@ def local_head(model: Any) -> tuple[Callable[[Tensor], Tensor], int, int, Callab
 def expect(condition: bool, what: str) -> None:
     """Raise ModelError with vLLM's version if an assumption about it does not hold."""
     if not condition:
-        raise ModelError(f"vLLM {vllm_version()} is built differently: expected {what}")
+        advice = "install one of the supported versions, 0.26 to 0.33"
+        raise ModelError(f"vLLM {vllm_version()} is built differently: expected {what}; {advice}")
 
 
 def _expect_parameters(owner: Any, method: str, names: list[str]) -> None:

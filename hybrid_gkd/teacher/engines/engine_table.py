@@ -38,7 +38,7 @@ def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device cuda: PyTorch finds no GPU")
     if device == "cpu" and options.dtype not in ("auto", "float32"):
-        raise ModelError(f"--dtype {options.dtype}: on the CPU the engines compute in float32")
+        raise ModelError(f"--dtype {options.dtype}: must be auto or float32 on the CPU")
     if backend == "hf" and options.tp_size > 1:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
     _check_arguments(options, backend)
@@ -61,7 +61,7 @@ def _check_arguments(options: EngineOptions, backend: str) -> None:
     for name in json.loads(options.engine_kwargs):
         given = options.arguments_of(name)
         if given and name != backend:
-            raise ModelError(f"--engine-kwargs {name}: the engine is {backend}")
+            raise ModelError(f"--engine-kwargs {name}: must be {backend}, the engine in use (--backend)")
         if fixed := sorted(given.keys() & OWN_ARGUMENTS[backend]):
             raise ModelError(
                 f"--engine-kwargs {name} {', '.join(fixed)}: has an option of its own, or is fixed for scoring"

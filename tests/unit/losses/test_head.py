@@ -424,7 +424,7 @@ def test_autocast_does_not_reach_the_head():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.zeros(2, 5)}, "do not fit"),
+        ({"hidden": torch.zeros(2, 5)}, "must have the same D"),
         ({"weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, "one dtype"),
         ({"ids": torch.zeros(3, 1, dtype=torch.int64)}, "int64 \\[2, K\\]"),
         ({"ids": torch.zeros(2, 1, dtype=torch.int32)}, "int64"),

@@ -55,7 +55,7 @@ def test_what_comes_next_names_what_is_there(tmp_path, monkeypatch):
     for without in ({"huggingface": None}, {"huggingface": folder}):
         stream = io.StringIO()
         show_next_steps(stream, report=None, **without, **common)
-        assert stream.getvalue().startswith(f"continue training: the same command with {' '.join(more)}; ")
+        assert stream.getvalue().startswith(f"train further: the same command with {' '.join(more)}; ")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 

@@ -1,31 +1,4 @@
-# A rollout engine of your own
-
-`actor_rollout_ref.rollout.name` is a class that follows the protocol `RolloutEngine` in `hybrid_gkd/rollout/engine.py`.
-How such files are named and found is in [extending.md](extending.md).
-
-- Every worker makes one, in its own process, with the whole configuration, its device and the ids that end a
-  completion.
-- The worker publishes the student's weights into it before the first token and after every update.
-
-| method | does |
-|---|---|
-| `add(requests, sampling)` | takes requests, at any time |
-| `has_unfinished` | is true while `step` has anything left to do |
-| `step()` | computes for a short time and returns the samples that have finished, so that the teacher can begin |
-| `computed_tokens` | changes while the engine makes progress; without progress for `actor_rollout_ref.nccl_timeout` seconds the run fails |
-| `pause()` | aborts everything unfinished and returns it as far as it was written |
-| `load_weights(weights, version)` | takes the student's weights and the number of optimizer steps behind them |
-| `verify_weights(weights)` | compares, with `actor_rollout_ref.rollout.verify_weights=true` |
-| `sleep()`, `wake_weights()`, `wake_kv_cache()` | release memory and take it again, if `can_sleep`; `sleep` sets `weight_version` to None, and the worker loads the weights again before the next request |
-
-- A subclass inherits what an engine without sleep needs, and `sample`, which makes the record of a request from the
-  tokens written for it.
-- It gets `num_ids`: rows of the weights from there on are no tokens and must have no probability (None: all rows are
-  tokens).
-
-```python
-# my_engine.py
-"""One token at a time, without a cache: the shortest engine there can be. Draws from the student's own distribution."""
+"""A minimal rollout engine: one token at a time, without a cache, from the student's own distribution."""
 
 from dataclasses import dataclass, field
 
@@ -75,8 +48,8 @@ class MyEngine(RolloutEngine):
         for draft in self.drafts:
             self.write_token(draft)
         ended = [self.status(draft) for draft in self.drafts]
-        finished = [self.record(draft, status) for draft, status in zip(self.drafts, ended) if status]
-        self.drafts = [draft for draft, status in zip(self.drafts, ended) if not status]
+        finished = [self.record(draft, status) for draft, status in zip(self.drafts, ended, strict=True) if status]
+        self.drafts = [draft for draft, status in zip(self.drafts, ended, strict=True) if not status]
         return finished
 
     def pause(self):
@@ -115,8 +88,3 @@ class MyEngine(RolloutEngine):
         different = [name for name, tensor in weights if not torch.equal(own[name], tensor.to(own[name]))]
         if different:
             raise WorkerError(f"the engine holds another {different[0]} than the student")
-```
-
-```bash
-bash run_gkd.sh actor_rollout_ref.rollout.name=my_engine.py:MyEngine
-```
