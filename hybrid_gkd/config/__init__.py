@@ -39,7 +39,6 @@ from hybrid_gkd.config.learning import (
 )
 from hybrid_gkd.config.schema import (
     BATCHES_AHEAD,
-    DEFAULT_MINI_BATCHES,
     Config,
     DataConfig,
     RayInitConfig,
@@ -54,7 +53,6 @@ __all__ = [
     "ADV_ESTIMATORS",
     "BATCHES_AHEAD",
     "CUSTOM",
-    "DEFAULT_MINI_BATCHES",
     "MODEL",
     "REWARD_FUNCTIONS",
     "REWARD_MODEL_PATH",

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_gkd.config import DEFAULT_MINI_BATCHES
-
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
 Look = Callable[[str], Any]
@@ -71,7 +69,7 @@ def warmup(section: str) -> Read:
         prompts = int(look("data.train_batch_size"))
         size, epochs = (
             int(look(f"{section}.{name}") or look(f"{ARR}.actor.{name}") or other)
-            for name, other in (("ppo_mini_batch_size", -(-prompts // DEFAULT_MINI_BATCHES)), ("ppo_epochs", 1))
+            for name, other in (("ppo_mini_batch_size", -(-prompts // 4)), ("ppo_epochs", 1))
         )
         return {key: value * -(-prompts // size) * epochs}
 

@@ -103,6 +103,7 @@ def test_a_key_counts_where_the_one_that_it_goes_with_is_in_a_file_below(overrid
         (["data.train_batch_size=100", f"{ARR}.actor.ppo_mini_batch_size=32", f"{ARR}.actor.ppo_epochs=2"],
          f"{ARR}.actor", 56),
         (["data.train_batch_size=96", f"{ARR}.actor.ppo_mini_batch_size=96"], f"{ARR}.actor", 7),
+        (["data.train_batch_size=96", f"{ARR}.actor.ppo_mini_batch_size=null"], f"{ARR}.actor", 28),
         (["data.train_batch_size=64", f"{ARR}.actor.ppo_mini_batch_size=16", "algorithm.adv_estimator=gae"],
          "critic", 28),
         (["data.train_batch_size=64", "critic.ppo_mini_batch_size=8", "critic.ppo_epochs=3",
