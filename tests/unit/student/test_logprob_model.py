@@ -175,7 +175,7 @@ def test_a_length_from_which_a_model_computes_otherwise_is_tried_as_far_as_seque
     if longest == 20:
         check_packing(model, config, longest=longest, device=CPU)
         return
-    with pytest.raises(ModelError, match=r"llama: .* [\d.]+ nats .*behind one of 21 tokens; .* fewer than 21 tokens"):
+    with pytest.raises(ModelError, match=r"llama: .* [\d.]+ nats .*after one of 21 tokens; .* fewer than 21 tokens"):
         check_packing(model, config, longest=longest, device=CPU)
 
 
@@ -184,5 +184,5 @@ def test_attention_across_the_ends_of_sequences_is_found(monkeypatch):
     model = logprob_model(config)
     as_one = lambda sequences, device: pack([np.concatenate(sequences)], device)  # noqa: E731
     monkeypatch.setattr(logprob_model_module, "pack", as_one)
-    with pytest.raises(ModelError, match=r"behind one of 5 tokens; .*: use another model$"):
+    with pytest.raises(ModelError, match=r"after one of 5 tokens; .*: use another model$"):
         check_packing(model, config, longest=40, device=CPU)
