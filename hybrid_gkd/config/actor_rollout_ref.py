@@ -319,6 +319,9 @@ class TeacherConfig:
     check_fit: bool = True
     """Compare chat template and end-of-text tokens with the student's, and check before the first step that the teacher
     assigns a high probability to its own greedy completions of training prompts."""
+    allow_teacher_change: bool = False
+    """Train on where a service or a resumed run has another teacher than before: another model, or other weights under
+    the same name. false refuses it."""
     n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
     """Maximum number of requests in flight, for each replica of a local service's model."""
     num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)

@@ -366,6 +366,10 @@ def _teacher(config: Config) -> Rules:
         "one token to score a sequence",
     )
     yield f"{key}.keys", given or section.keys is None, "needs a running service (server_ip)"
+    yield (
+        f"{key}.allow_teacher_change", section.cache is None or not section.allow_teacher_change,
+        f"must be false with {key}.cache, which keeps scores of one teacher",
+    )
     replicas = f"{key}.num_replicas"
     yield replicas, not given or section.num_replicas is None, "is for a service that the run starts, without server_ip"
     yield (

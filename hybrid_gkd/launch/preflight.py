@@ -31,13 +31,14 @@ from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
+from hybrid_gkd.launch.teacher import local_weights
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.policy import check_policy_loss
 from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.losses.token_weights import check_token_weights
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
-from hybrid_gkd.ppo.resuming import learning_settings
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, learning_settings, teacher_settings
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.runtime.imports import is_import_path
@@ -182,6 +183,8 @@ def checkpoint(facts: Facts) -> str:
     """Find the checkpoint to resume from, and check that it is intact and belongs to this run and its settings."""
     assert facts.steps is not None
     facts.settings |= learning_settings(facts.config, steps=facts.steps)
+    if TEACHER_PATH in facts.settings:
+        facts.settings |= teacher_settings(facts.settings[TEACHER_PATH], local_weights(facts.config))
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )

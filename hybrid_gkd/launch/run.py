@@ -21,7 +21,7 @@ from hybrid_gkd.config import Config, updates_per_step
 from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.compatibility import check_confidence
+from hybrid_gkd.launch.compatibility import check_confidence, check_same_teacher
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -214,6 +214,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
     if teacher is not None:
+        check_same_teacher(facts, next(iter(teacher.served.values())))  # known now also for a model of the hub
         logger.info("teacher: %s", check_confidence(facts, teacher))
     arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
     assert facts.num_ids is not None

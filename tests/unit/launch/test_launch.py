@@ -38,7 +38,7 @@ from hybrid_gkd.models import spec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, TEACHER_WEIGHTS, data_state, learning_settings
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.scoring.reward_functions import load_functions
@@ -408,15 +408,24 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
 
     @contextlib.contextmanager
     def connect(config, tokenizer, endpoints):
-        model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300)
+        model = SimpleNamespace(
+            model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300, weights="b"
+        )
         yield SimpleNamespace(served={"far:15555": model})
 
     monkeypatch.setattr(compatibility, "connect", connect)
-    with pytest.raises(ConfigError, match=rf"allow_changed_config: .*\n{TEACHER_PATH}: large -> larger"):
-        compatibility.check_compatibility(facts)
     config.trainer.allow_changed_config = True
+    with pytest.raises(ConfigError, match=rf"teacher\.allow_teacher_change: .*\n{TEACHER_PATH}: large -> larger"):
+        compatibility.check_compatibility(facts)
+    config.actor_rollout_ref.teacher.allow_teacher_change = True
     assert "large -> larger" in compatibility.check_compatibility(facts)
-    assert facts.settings == {TEACHER_PATH: "larger"}
+    assert facts.settings == {TEACHER_PATH: "larger", TEACHER_WEIGHTS: "b"}
+    config.actor_rollout_ref.teacher.allow_teacher_change = False
+    facts.resumption.state.settings[TEACHER_WEIGHTS] = "b"  # the same weights in another folder
+    assert "large" not in compatibility.check_compatibility(facts).replace("larger", "")
+    facts.resumption.state.settings.update({TEACHER_PATH: "larger", TEACHER_WEIGHTS: "a"})  # others of that name
+    with pytest.raises(ConfigError, match=r"allow_teacher_change: .*\n.*\(hash of the weights\): a -> b"):
+        compatibility.check_compatibility(facts)
 
 
 @pytest.mark.slow
