@@ -83,7 +83,9 @@ def check_same_teacher(facts: Facts, model: ModelInfo) -> list[str]:
 
     Raises ConfigError unless `actor_rollout_ref.teacher.allow_teacher_change` is set.
     """
-    found = teacher_settings(model.model, model.weights)
+    section = facts.config.actor_rollout_ref.teacher
+    name = section.model.path if section.is_local and section.model.path is not None else model.model
+    found = teacher_settings(name, model.weights)
     facts.settings |= found
     return accepted_changes(facts.resumption, facts.config, found) if facts.resumption is not None else []
 

@@ -317,7 +317,7 @@ def test_a_restarted_service_with_other_weights_under_the_same_name_is_refused(t
         make_tiny_model(folder, seed=2)
         options, port = [*HF, "--keys", str(first.keys.parent / "server")], int(first.address.split(":")[1])
         with start(log_path=tmp_path / "second.log", port=port, options=options), pytest.raises(
-            TeacherMismatch, match=rf"serves {folder} \(weights .* first handshake .* another teacher"
+            TeacherMismatch, match=rf"serves {folder.name} \(weights .* first handshake .* another teacher"
         ):
             client.submit(batch)[0].result(TIMEOUT)
 
