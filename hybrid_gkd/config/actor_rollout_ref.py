@@ -218,7 +218,7 @@ class ValKwargs:
 
     n: int = field(default=1, metadata=rules.POSITIVE)
     """Responses per held-out prompt; more than 1 needs a temperature above 0."""
-    temperature: float = field(default=0.0, metadata=rules.NOT_NEGATIVE)
+    temperature: float = field(default=0.0, metadata=rules.TEMPERATURE_OR_GREEDY)
     """0 is greedy."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
     """Nucleus mass."""
@@ -242,7 +242,7 @@ class RolloutConfig:
     """Engine: vllm, hf (transformers, slow), auto = vllm if installed, or module:name of a custom one."""
     n: int = field(default=1, metadata=rules.POSITIVE)
     """Responses per prompt."""
-    temperature: float = field(default=1.0, metadata=rules.POSITIVE)
+    temperature: float = field(default=1.0, metadata=rules.TEMPERATURE)
     """Sampling temperature in training."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
     """Nucleus mass; below 1 the samples are not drawn from the student's own distribution."""

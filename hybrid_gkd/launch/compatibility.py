@@ -9,7 +9,7 @@ from concurrent.futures import wait
 
 import numpy as np
 
-from hybrid_gkd.data.prompts import tokenize_chats
+from hybrid_gkd.data.chat_template import tokenize_chats
 from hybrid_gkd.errors import DataError, TeacherMismatch, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows

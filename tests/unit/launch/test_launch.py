@@ -28,7 +28,8 @@ from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.inputs import check_data_sources, check_positions, check_topk
+from hybrid_gkd.launch.data_checks import check_data_sources
+from hybrid_gkd.launch.inputs import check_positions, check_topk
 from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
@@ -199,7 +200,7 @@ def test_a_model_folder_without_weights_is_refused(tmp_path):
 def test_an_exported_student_whose_weights_have_changed_is_refused(tmp_path):
     config = runnable(tmp_path)
     write_manifest(tmp_path, {})
-    (tmp_path / "student" / "chat_template.jinja").write_text("of the user's own", encoding="utf-8")
+    (tmp_path / "student" / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
     check_all(config)
     weights = tmp_path / "student" / "model.safetensors"
     data = bytearray(weights.read_bytes())
