@@ -29,7 +29,7 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.compatibility import check_compatibility
-from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
+from hybrid_gkd.launch.plan import TOKENIZER_BYTES, checkpoint_bytes, checkpoint_files, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
 from hybrid_gkd.launch.teacher import local_weights
@@ -222,8 +222,9 @@ def checkpoint(facts: Facts) -> str:
 def disk(facts: Facts) -> str:
     """Check that the run folder is writable and that the checkpoints of the run fit."""
     config = facts.config
-    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
-    return check_disk(config.run_dir, disk_bytes(config, one, steps=facts.steps))
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained) + TOKENIZER_BYTES
+    needed = disk_bytes(config, one, steps=facts.steps)
+    return check_disk(config.run_dir, needed, files=checkpoint_files(config) if needed else 0)
 
 
 def plan(facts: Facts) -> str:
@@ -257,15 +258,21 @@ CHECKS = (
 )
 
 
-def check_disk(run_dir: Path, needed: int) -> str:
-    """Write to the disk of the run folder. Raises ConfigError if that fails, or fewer than `needed` bytes are free."""
+def check_disk(run_dir: Path, needed: int, *, files: int = 0) -> str:
+    """Write to the disk of the run folder.
+
+    Raises ConfigError if that fails, or fewer than `needed` bytes or inodes for `files` are free.
+    """
     try:
         folder = try_to_write(run_dir)
-        free = shutil.disk_usage(folder).free
+        free, status = shutil.disk_usage(folder).free, os.statvfs(folder)
     except OSError as error:
         raise ConfigError(
             "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(run_dir)
         ) from error
+    if status.f_files and status.f_favail < files:
+        rule = f"a checkpoint needs {files} files, but the disk of {folder} has only {status.f_favail} inodes free"
+        raise ConfigError("trainer.default_local_dir", rule, str(run_dir))
     if free < needed:
         raise ConfigError(
             "trainer.default_local_dir",

@@ -25,7 +25,7 @@ import hybrid_gkd
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
+from hybrid_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.data_checks import check_data_sources
@@ -155,6 +155,67 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run need"):
         run.run(runnable(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_without_inodes_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
+    status = SimpleNamespace(f_files=100, f_favail=3, f_bavail=2**40, f_frsize=4096, f_blocks=2**40, f_bfree=2**40)
+    monkeypatch.setattr(preflight.os, "statvfs", lambda folder: status)
+    with pytest.raises(ConfigError, match=r"a checkpoint needs \d+ files, but the disk of .* has only 3 inodes free"):
+        run.run(runnable(tmp_path))
+    status.f_files = 0  # a file system that makes them as needed
+    preflight.check_disk(tmp_path, 0, files=50)
+
+
+@pytest.mark.slow
+def test_checks_and_start_ask_for_the_same_room(tmp_path, monkeypatch):
+    config, asked = runnable(tmp_path, "trainer.max_actor_ckpt_to_keep=null"), []
+    monkeypatch.setattr(preflight, "check_disk", lambda run_dir, needed, files: asked.append((needed, files)) or "")
+    stores = []
+
+    def reserve(store):
+        stores.append((store.reserved_bytes, store.reserved_files))
+        raise CheckpointError("enough")
+
+    monkeypatch.setattr(CheckpointStore, "reserve", reserve)
+    with pytest.raises(CheckpointError, match="enough"):
+        run.run(config)
+    assert asked == stores
+    assert asked[0][0] > 0
+
+
+def test_the_first_error_is_raised_though_a_callback_of_the_exit_raises_another(caplog):
+    def fail(error):
+        raise error
+
+    def end_with(error=None):
+        with run.exit_stack() as stack:
+            stack.callback(fail, OSError("read-only"))
+            if error is not None:
+                raise error
+
+    with pytest.raises(WorkerError, match="the first"):
+        end_with(WorkerError("the first"))
+    assert "another error during the shutdown: OSError: read-only" in caplog.text
+    with pytest.raises(OSError, match="read-only"):
+        end_with()
+    with pytest.raises(SystemExit):
+        end_with(SystemExit(130))
+
+
+def test_a_run_folder_that_was_deleted_or_replaced_is_an_error_at_the_end(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = folder.stat()
+    run.check_run_folder(folder, before, None)
+    with pytest.raises(CheckpointError, match=r"deleted or replaced .* is left: none"):
+        run.check_run_folder(folder, before, folder / "global_step_1")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="deleted or replaced"):
+        run.check_run_folder(folder, before, None)
+    (folder / "global_step_1").mkdir(parents=True)  # by the last checkpoint
+    with pytest.raises(CheckpointError, match=r"is left: .*run/global_step_1"):
+        run.check_run_folder(folder, before, folder / "global_step_1")
 
 
 @pytest.mark.slow
