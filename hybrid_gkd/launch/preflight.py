@@ -75,6 +75,9 @@ def check_all(config: Config, *, log_only: Collection[str] = ()) -> Facts:
         except HybridGKDError as error:
             errors.append(error)
             failed.add(check.name)
+        except Exception as error:
+            error.add_note(f"in the check of {check.name}")
+            raise
         if facts.finished:  # the remaining checks, such as teacher and disk, do not matter
             break
     raise_all(errors)

@@ -123,6 +123,7 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
         stack.enter_context(locked_run_folder(config))
         folder = os.stat(config.run_dir)
         stack.enter_context(run_log(config.run_dir))
+        stack.enter_context(failure_logged())
         write_config(config)
         if not config.trainer.val_only:
             stack.enter_context(live_report(config.run_dir))
@@ -197,7 +198,7 @@ def finished_message(facts: Facts) -> str:
 def write_config(config: Config) -> None:
     """Write config.yaml; a different one of an earlier start is kept as config.N.yaml."""
     file, text = config.run_dir / "config.yaml", to_yaml(config)
-    if file.is_file() and file.read_text(encoding="utf-8") != text:
+    if file.is_file() and file.read_bytes() != text.encode():
         file.rename(free_path(config.run_dir / "config", ".yaml"))
     file.write_text(text, encoding="utf-8")
 
