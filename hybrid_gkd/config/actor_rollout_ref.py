@@ -98,6 +98,10 @@ class FSDPConfig:
     LoRA it is the type of the adapters; frozen weights have the compute type."""
     fsdp_size: int = -1
     """Workers that share one copy of the weights; -1: all. Smaller: hybrid sharding, with replicas across groups."""
+    full_determinism: bool = False
+    """Two runs of the same seeds on the same machine, on the CPU, have the same metrics to the last digit. The teacher
+    then gets a rollout when it is complete, in one request at a time, and the update begins when all is scored. For the
+    actor or the critic: it holds for the run."""
 
 
 @dataclass

@@ -80,6 +80,19 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _kl_in_reward(config)
     yield from _critic(config)
     yield from _filter_groups(config)
+    yield from _determinism(config)
+
+
+def _determinism(config: Config) -> Rules:
+    key, teacher = f"{ARR}.actor.fsdp_config.full_determinism", config.actor_rollout_ref.teacher
+    yield key, not config.full_determinism or config.trainer.scheduler == "sync", (
+        "needs trainer.scheduler=sync: otherwise the order of requests to the teacher depends on time"
+    )
+    given = config.distillation.enabled and teacher.server_ip is not None
+    yield key, not (config.full_determinism and given), (
+        f"needs a teacher that the run starts ({ARR}.teacher.model.path): a service computes requests of several "
+        "clients together, and rounds differently with each composition of its batches"
+    )
 
 
 def _data(config: Config) -> Rules:

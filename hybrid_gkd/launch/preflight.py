@@ -144,6 +144,9 @@ def device(facts: Facts) -> str:
     if here and (config.ray_init.num_cpus or 0) > cpus:  # Ray starts a process for each
         rule = f"must be at most {cpus} on this machine with {os.cpu_count()} cores"
         raise ConfigError("ray_init.num_cpus", rule, config.ray_init.num_cpus)
+    if facts.device == "cuda" and config.full_determinism:
+        rule = "is for trainer.device=cpu: on GPUs attention's backward pass adds in no fixed order"
+        raise ConfigError("actor_rollout_ref.actor.fsdp_config.full_determinism", rule, True)
     if facts.device == "cuda" and facts.gpus:
         facts.gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     if facts.device == "cuda" and here and facts.gpus < workers:

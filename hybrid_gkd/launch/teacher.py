@@ -51,7 +51,9 @@ def connect(
         vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
         connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
-        n_server_workers=section.n_server_workers * replicas, num_microbatches=section.num_microbatches,
+        # One request at a time: then every batch of the engine is one request.
+        n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
+        num_microbatches=section.num_microbatches,
         keys=keys or section.keys, allow_change=section.allow_teacher_change,
     )
     try:

@@ -704,3 +704,10 @@ def test_positions_that_a_teachers_own_prompts_need_are_counted():
     check_positions("student", "folder", config, config.max_sequence_length, (64, "max_position_embeddings"))
     with pytest.raises(ConfigError, match=r"limits \(90 \+ 16\) need 107 positions, but the teacher folder has 64"):
         check_positions("teacher", "folder", config, config.teacher_length, (64, "max_position_embeddings"))
+
+
+def test_full_determinism_is_refused_on_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = load_config([*LOCAL, "actor_rollout_ref.actor.fsdp_config.full_determinism=true", "trainer.device=cuda"])
+    with pytest.raises(ConfigError, match=r"full_determinism: is for trainer\.device=cpu: on GPUs"):
+        preflight.device(preflight.Facts(config))
