@@ -12,7 +12,7 @@ import ray
 
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.launch import command_line, preflight, run
-from hybrid_gkd.launch.checks import Check
+from hybrid_gkd.launch.checks import Check, Report
 from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.logs import RUN_LOG
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
@@ -138,3 +138,13 @@ def test_an_empty_timeout_is_named(monkeypatch, capsys, tmp_path):
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert "command_line.run_command: TimeoutError; traceback: " in capsys.readouterr().err
+
+
+def test_a_dry_run_names_the_place_of_a_plain_exception(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    report = Report()
+    report.run_all([Check("first", plant), Check("second", lambda facts: "fine")], SimpleNamespace())
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"FAIL first: unexpected error in .*run_all: Exception: planted here; traceback: /.*", lines[0])
+    assert lines[1] == "ok   second: fine"
+    assert report.failed == ["first"]
