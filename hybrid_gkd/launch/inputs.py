@@ -63,11 +63,11 @@ def student(facts: Facts) -> str:
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
     with prefix_errors(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+    text = read_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
     with prefix_errors("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
-        number = max(num_token_ids(facts.tokenizer), hf_config.get_text_config().vocab_size)
-        check_end(model.path, "config.json or override_config", hf_config.eos_token_id, number)
+        number = max(num_token_ids(facts.tokenizer), text.vocab_size)
+        check_end(model.path, "config.json or override_config", getattr(text, "eos_token_id", None), number)
     if not facts.stop_token_ids:
         rule = "defines no end-of-sequence token; set eos_token in its tokenizer_config.json"
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} {rule}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -107,9 +108,12 @@ def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num
 
 
 def local_weights(config: Config) -> str:
-    """Return the hash by which a service of the run would identify its weights; empty if they are not local."""
+    """Return the hash by which a service of the run would identify its weights; empty for a model of the hub, of which
+    not all files need be in the cache."""
     section = config.actor_rollout_ref.teacher
     assert section.model.path is not None
+    if not os.path.isdir(section.model.path):
+        return ""
     arguments = json.dumps(asdict(section.engine_kwargs))
     options = EngineOptions(ckpt_path=section.model.path, dtype=section.dtype, engine_kwargs=arguments)
     return weights_fingerprint(options, resolve_backend(section.backend))

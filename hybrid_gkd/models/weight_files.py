@@ -29,7 +29,9 @@ def check_weights(key: str, path: str, shapes: Mapping[str, tuple[int, ...]]) ->
     key `key`: a file is missing, damaged, or has another shape or values that are not finite.
     """
     folder = local_folder(path)
-    for file in _files(key, folder) if folder is not None else []:
+    files = _files(key, folder) if folder is not None else []
+    is_complete = os.path.isdir(path)  # the hub's cache may lack files, which are downloaded later
+    for file in files if is_complete else filter(Path.is_file, files):
         try:
             with file.open("rb", buffering=0) as content:
                 _check_file(content, file.stat().st_size, shapes)

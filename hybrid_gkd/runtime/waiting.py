@@ -117,7 +117,7 @@ def interrupted_after(seconds: float, error: Callable[[], Exception]) -> Iterato
     except _Overdue:
         raise error() from None
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
 
 
 def clock_time(at: float) -> str:

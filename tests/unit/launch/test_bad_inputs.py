@@ -12,10 +12,13 @@ from hybrid_gkd.data import chat_template
 from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError, ModelError
 from hybrid_gkd.launch import preflight
 from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.teacher import local_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
+from hybrid_gkd.ppo.resuming import TEACHER_WEIGHTS
 from hybrid_gkd.runtime import imports
 from hybrid_gkd.testing import make_tiny_model
 
+PATHS = ("actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
 NESTED = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 
 
@@ -172,3 +175,14 @@ def test_a_loss_that_does_not_return_has_a_deadline(folder, monkeypatch):
     (folder / "own.py").write_text(program, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"distillation\.loss_fn: must return within 0\.3 s .*; got '.*own\.py:f'"):
         check(folder, f"distillation.loss_fn={folder}/own.py:f")
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_local_teacher_are_among_the_settings(folder):
+    """Of a model of the hub not all files need be in the cache before it is loaded."""
+    first = check(folder).settings[TEACHER_WEIGHTS]
+    assert first == check(folder).settings[TEACHER_WEIGHTS]
+    make_tiny_model(folder / "teacher", seed=5)
+    assert check(folder).settings[TEACHER_WEIGHTS] != first
+    config = load_config([f"{each}=x/y" for each in ("data.train_files", *PATHS)])
+    assert local_weights(config) == ""
