@@ -179,7 +179,7 @@ def test_a_loss_that_does_not_return_has_a_deadline(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_the_weights_of_a_local_teacher_are_among_the_settings(folder):
-    """Of a model of the hub not all files need be in the cache before it is loaded."""
+    """The hash is empty for a model of the hub, whose files need not all be in the cache before it is loaded."""
     first = check(folder).settings[TEACHER_WEIGHTS]
     assert first == check(folder).settings[TEACHER_WEIGHTS]
     make_tiny_model(folder / "teacher", seed=5)
