@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import socket
 import threading
@@ -34,6 +35,8 @@ from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.teacher.ranges import ranges_of
 from hybrid_gkd.types import Reading, TopK
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING_TOKENS = 1 << 24
 """Maximum number of tokens of readings that are not in flight; `submit` blocks beyond it."""
@@ -58,12 +61,14 @@ class TeacherClient:
         n_server_workers: maximum number of requests in flight
         num_microbatches: maximum number of readings per request
         keys: folder with this client's keys, if the servers require them
+        allow_change: accept a server that serves another teacher than the first handshake found
     """
 
     def __init__(
         self, endpoints: list[str], *, topk: int, temperature: float = 1.0, vocab_size: int,
         connect_timeout: float = 10.0, request_timeout: float = 600.0, max_retries: int = 3,
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
+        allow_change: bool = False,
     ):
         if not endpoints:
             raise TeacherError("a teacher client needs at least one address, host:port")
@@ -72,7 +77,7 @@ class TeacherClient:
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
         self._connect_timeout = Timeout(connect_timeout, "actor_rollout_ref.teacher.connect_timeout")
         self._request_timeout = Timeout(request_timeout, "actor_rollout_ref.teacher.request_timeout")
-        self._max_retries, self._max_in_flight = max_retries, n_server_workers
+        self._max_retries, self._max_in_flight, self._allow_change = max_retries, n_server_workers, allow_change
         self._keys = load_keys(keys) if keys is not None else None
         self._changed = threading.Condition()
         self._failure: TeacherError | None = None
@@ -208,12 +213,17 @@ class TeacherClient:
         return condition()
 
     def _check_fit(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
-        """Raise TeacherMismatch for an incompatible server, or if two servers serve different models."""
+        """Raise TeacherMismatch for an incompatible server, or one with another teacher than the first handshake."""
         needs.check(address, model)
-        for each in self._connections:
-            if each.model is not None and each.model.model != model.model:
-                both = f"{address} serves {model.model}, {each.address} serves {each.model.model}"
-                raise TeacherMismatch(f"{both}; all services must serve one model")
+        first = next(iter(self._served))
+        if model.is_same(self._served[first]):
+            return
+        found = f"{address} serves {model}, but at the first handshake {first} served {self._served[first]}"
+        if not self._allow_change:
+            raise TeacherMismatch(
+                f"{found}: it is another teacher; actor_rollout_ref.teacher.allow_teacher_change=true trains with it"
+            )
+        logger.warning("%s; training goes on with it (actor_rollout_ref.teacher.allow_teacher_change)", found)
 
     # All methods below run in the thread; all but _run, _poll and _resolve hold the lock.
 
@@ -270,6 +280,8 @@ class TeacherClient:
         """Run an iteration; return the seconds until the next one, unless a message arrives."""
         for connection in self._connections:
             if connection.read_events():  # possibly a new server, which needs a handshake
+                connection.is_unknown = True
+                self._lose(connection, f"the connection to {connection.address} was lost")
                 connection.send(protocol.Hello())
             for message, frames in connection.receive():
                 self._handle(connection, message, frames)
@@ -325,8 +337,8 @@ class TeacherClient:
 
     def _on_result(self, connection: Connection, result: ScoreResult, frames: list[Buffer]) -> None:
         request = self._in_flight.get(result.id)
-        if request is None:
-            return  # a second reply, or one after the deadline
+        if request is None or connection.is_unknown:
+            return  # a second reply, one after the deadline, or of a server before its handshake
         try:
             scores = protocol.unpack_result(
                 result, frames, topk=self._topk, vocab_size=self._vocab_size, num_scored=request.num_scored

@@ -56,7 +56,8 @@ class GKDTrainer(PPOTrainer):
         self._kept: list[tuple[int, list[Pair]]] = []
         """Steps and finished samples to send when the next generation begins."""
         self._weighting = Weighting(self.config)
-        self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not self._weighting.needs_scores
+        waits = self._weighting.needs_scores or self.config.full_determinism
+        self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not waits
         """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
         if not self.config.actor_rollout_ref.teacher.is_stored:
             self.validators.append(self._held_out_divergence)
@@ -64,7 +65,7 @@ class GKDTrainer(PPOTrainer):
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
-        elif self.config.actor_rollout_ref.teacher.overlap_rollout:
+        elif self.config.actor_rollout_ref.teacher.overlap_rollout and not self.config.full_determinism:
             self.generation.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
@@ -100,7 +101,8 @@ class GKDTrainer(PPOTrainer):
 
         If an update spans several GPUs that the teacher also uses, it waits for all scores: otherwise every collective
         would wait for the GPU on which the teacher runs at that moment.
-        It also waits if token weights depend on the scores: their sum must be known before the first backward pass.
+        It also waits if token weights depend on the scores: their sum must be known before the first backward pass. So
+        it does with `full_determinism`: micro-batches must not depend on the order in which scores arrive.
         """
         whole, weighting = samples, self._weighting
         samples = [weighting.before_scoring(sample) for sample in samples]

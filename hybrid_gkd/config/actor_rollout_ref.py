@@ -98,6 +98,10 @@ class FSDPConfig:
     LoRA it is the type of the adapters; frozen weights have the compute type."""
     fsdp_size: int = -1
     """Workers that share one copy of the weights; -1: all. Smaller: hybrid sharding, with replicas across groups."""
+    full_determinism: bool = False
+    """Two runs of the same seeds on the same machine, on the CPU, have the same metrics to the last digit. The teacher
+    then gets a rollout when it is complete, in one request at a time, and the update begins when all is scored. For the
+    actor or the critic: it holds for the run."""
 
 
 @dataclass
@@ -218,7 +222,7 @@ class ValKwargs:
 
     n: int = field(default=1, metadata=rules.POSITIVE)
     """Responses per held-out prompt; more than 1 needs a temperature above 0."""
-    temperature: float = field(default=0.0, metadata=rules.NOT_NEGATIVE)
+    temperature: float = field(default=0.0, metadata=rules.TEMPERATURE_OR_GREEDY)
     """0 is greedy."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
     """Nucleus mass."""
@@ -242,7 +246,7 @@ class RolloutConfig:
     """Engine: vllm, hf (transformers, slow), auto = vllm if installed, or module:name of a custom one."""
     n: int = field(default=1, metadata=rules.POSITIVE)
     """Responses per prompt."""
-    temperature: float = field(default=1.0, metadata=rules.POSITIVE)
+    temperature: float = field(default=1.0, metadata=rules.TEMPERATURE)
     """Sampling temperature in training."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
     """Nucleus mass; below 1 the samples are not drawn from the student's own distribution."""
@@ -319,6 +323,9 @@ class TeacherConfig:
     check_fit: bool = True
     """Compare chat template and end-of-text tokens with the student's, and check before the first step that the teacher
     assigns a high probability to its own greedy completions of training prompts."""
+    allow_teacher_change: bool = False
+    """Train on where a service or a resumed run has another teacher than before: another model, or other weights under
+    the same name. false refuses it."""
     n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
     """Maximum number of requests in flight, for each replica of a local service's model."""
     num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)

@@ -39,7 +39,7 @@ class DistillationConfig:
     """Teacher candidates per position."""
     tail: Literal["bucket", "none", "renormalise"] = "bucket"
     """The vocabulary outside the top-k: one bucket, left out, or removed from both distributions."""
-    temperature: float = field(default=1.0, metadata=rules.POSITIVE)
+    temperature: float = field(default=1.0, metadata=rules.TEMPERATURE)
     """Temperature at which both distributions are compared."""
     distillation_loss_coef: float = field(default=1.0, metadata=rules.POSITIVE)
     """Factor of the loss, or of the reward with as_reward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,14 @@ SEED = rule("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**
 FREQUENCY = rule("must be -1, 0 or more", lambda value: value >= -1)
 STEPS = rule("must be steps, which count from 1", lambda value: all(step >= 1 for step in value))
 PORT = rule("must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
+TEMPERATURE = rule("must be from 0.01 to 10000", lambda value: 0.01 <= value <= 1e4)
+TEMPERATURE_OR_GREEDY = rule("must be 0, or from 0.01 to 10000", lambda value: value == 0 or 0.01 <= value <= 1e4)
+NAME_BYTES = 200
+"""Maximum length of a folder's name; file systems allow 255 bytes, and suffixes are added."""
 FOLDER_NAME = rule(
-    "must be a plain folder name", lambda value: bool(value) and value not in (".", "..") and "/" not in value
+    f"must be a plain folder name of at most {NAME_BYTES} bytes",
+    lambda value: value.isprintable() and value not in ("", ".", "..") and "/" not in value
+    and len(os.fsencode(value)) <= NAME_BYTES,
 )
 MODULES = rule(
     "must be a name or a list of names",

@@ -80,6 +80,19 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _kl_in_reward(config)
     yield from _critic(config)
     yield from _filter_groups(config)
+    yield from _determinism(config)
+
+
+def _determinism(config: Config) -> Rules:
+    key, teacher = f"{ARR}.actor.fsdp_config.full_determinism", config.actor_rollout_ref.teacher
+    yield key, not config.full_determinism or config.trainer.scheduler == "sync", (
+        "needs trainer.scheduler=sync: otherwise the order of requests to the teacher depends on time"
+    )
+    given = config.distillation.enabled and teacher.server_ip is not None
+    yield key, not (config.full_determinism and given), (
+        f"needs a teacher that the run starts ({ARR}.teacher.model.path): a service computes requests of several "
+        "clients together, and rounds differently with each composition of its batches"
+    )
 
 
 def _data(config: Config) -> Rules:
@@ -366,6 +379,10 @@ def _teacher(config: Config) -> Rules:
         "one token to score a sequence",
     )
     yield f"{key}.keys", given or section.keys is None, "needs a running service (server_ip)"
+    yield (
+        f"{key}.allow_teacher_change", section.cache is None or not section.allow_teacher_change,
+        f"must be false with {key}.cache, which keeps scores of one teacher",
+    )
     replicas = f"{key}.num_replicas"
     yield replicas, not given or section.num_replicas is None, "is for a service that the run starts, without server_ip"
     yield (

@@ -249,6 +249,12 @@ class Config:
         return given if given is not None else 0.0 if self.distillation.enabled else 1.0
 
     @property
+    def full_determinism(self) -> bool:
+        """Return whether two runs of the same seeds must have the same metrics."""
+        sections = (self.actor_rollout_ref.actor.fsdp_config, self.critic.fsdp_config)
+        return any(section.full_determinism for section in sections)
+
+    @property
     def is_sft(self) -> bool:
         """Return whether training uses only given completions, without teacher and rewards."""
         return not (self.distillation.enabled or self.on_policy_fraction)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid_gkd.data.chat_template import TOOLS, Chat, Tools, renderer, tokenize_chats
 from hybrid_gkd.data.given import (
     ANSWER,
     GivenCompletion,
@@ -26,7 +26,6 @@ from hybrid_gkd.data.given import (
 )
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
-from hybrid_gkd.models.tokenizer import encode_open
 from hybrid_gkd.types import Task
 
 if TYPE_CHECKING:
@@ -34,11 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Chat = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
-DATA_SOURCE, EXTRA_INFO, TOOLS = "data_source", "extra_info", "tools"
-"""Optional columns: the data source (unless `data.reward_fn_key` names another one), further values for custom reward
-functions, and tools for the chat template."""
+DATA_SOURCE, EXTRA_INFO = "data_source", "extra_info"
+"""Optional columns besides `TOOLS`: the data source (unless `data.reward_fn_key` names another one), and further values
+for custom reward functions."""
 
 
 @dataclass(frozen=True)
@@ -332,61 +329,6 @@ def _answer(value: object, path: list[str], where: str) -> str:
     return str(value)
 
 
-REMEDY = "set a tokenizer_path with one, or use texts"
-
-
-def plain_text(chat: Chat, tools: Tools, who: str) -> str:
-    """Return the text of a chat for a tokenizer without a chat template.
-
-    Raises DataError unless it is one user message.
-    """
-    if [message["role"] for message in chat] != ["user"]:
-        rule = f"which a conversation with roles needs ({REMEDY})"
-        raise DataError(f"{who} has no chat template, {rule}; got {short(chat)}")
-    if tools:
-        raise DataError(f"{who} has no chat template, which tools need ({REMEDY}); got {short(tools)}")
-    return str(chat[0]["content"])
-
-
-def tokenize_chats(
-    messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
-    template: str | None = None, tools: list[Tools] | None = None,
-) -> list[list[int]]:
-    """Return token ids of each conversation; `template` replaces the tokenizer's chat template."""
-    tools = tools or [None] * len(messages)
-    if not template and not tokenizer.chat_template:
-        places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
-        return encode_open(tokenizer, list(map(plain_text, messages, tools, places)))
-    texts = list[str]()
-    for row, (conversation, own) in enumerate(zip(messages, tools, strict=True), 1):
-        render = _renderer(tokenizer, options, f"{where}, row {row}", template)
-        text = render(conversation, tools=own, add_generation_prompt=True)
-        if own and not any(tools[: row - 1]) and text == render(conversation, add_generation_prompt=True):
-            logger.warning("%s, row %d: the chat template ignores the column %r", where, row, TOOLS)
-        texts.append(text)
-    return tokenizer(texts, add_special_tokens=False).input_ids
-
-
-def _renderer(
-    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str, template: str | None = None
-) -> Callable[..., str]:
-    """Return a function that renders a conversation with a chat template, and raises DataError if that fails."""
-
-    def render(conversation: Chat, *, tools: Tools = None, add_generation_prompt: bool = False) -> str:
-        try:
-            text: Any = tokenizer.apply_chat_template(
-                conversation, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt,
-                **options | ({"tools": tools} if tools else {}),
-            )  # fmt: skip
-        # A template is a program by the model's author with its own errors, for example for the order of roles.
-        except Exception as error:
-            reason = f"the chat template rejects it: {error}; got {short(conversation)}"
-            raise DataError(f"{where}: {reason}") from error
-        return str(text)
-
-    return render
-
-
 def _given_tokens(
     table: Rows, all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], loss_mask: str
 ) -> list[GivenTokens | None]:
@@ -394,7 +336,7 @@ def _given_tokens(
     found = list[GivenTokens | None]()
     for row, (answer, prompt_ids) in enumerate(zip(table.given, all_ids, strict=True)):
         where = f"{table.where}, row {row + 1}"
-        render = functools.partial(_renderer(tokenizer, options, where), tools=table.tools[row])
+        render = functools.partial(renderer(tokenizer, options, where), tools=table.tools[row])
         found.append(None if answer is None else tokenize_completion(
             answer, table.messages[row], prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
             render=render if tokenizer.chat_template else None,

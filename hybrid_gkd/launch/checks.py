@@ -14,6 +14,7 @@ from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.offload.needs import TrainedSpec
+from hybrid_gkd.reporting.logs import describe_unexpected
 from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.scoring.reward_functions import RewardFunction
 from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
@@ -106,7 +107,7 @@ class Report:
             except HybridGKDError as error:
                 self._print("FAIL", check.name, "\n".join(map(str, flatten_errors([error]))))
             except Exception as error:  # an unexpected error must not hide the results of the other checks
-                self._print("FAIL", check.name, f"{type(error).__name__}: {error}")
+                self._print("FAIL", check.name, describe_unexpected(error))
 
     def _print(self, status: str, name: str, text: str) -> None:
         if status != "ok":

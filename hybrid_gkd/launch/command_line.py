@@ -18,7 +18,7 @@ from hybrid_gkd.config.loading import CONFIG_DIR, examine_config, to_dict
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.reporting.logs import log_to_console, replace_unencodable, silence_console
+from hybrid_gkd.reporting.logs import describe_unexpected, log_to_console, replace_unencodable, silence_console
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +67,19 @@ def _folder(path: str) -> Path:
 
 
 def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
-    """Run a command with console logging; return the exit code, also after a signal. HybridGKDErrors are printed."""
+    """Run a command with console logging; return the exit code, also after a signal. Errors are printed in one line."""
     log_to_console()
     replace_unencodable()
     stopping, code = Stopping(), 0
     stopping.install()
     try:
         code = command(stopping)
-    except (HybridGKDError, OSError) as error:  # an OSError: an unforeseen problem of a disk or folder
+    except Exception as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        # An OSError with a number: a problem of a disk or folder.
+        expected = isinstance(error, HybridGKDError) or (isinstance(error, OSError) and error.errno is not None)
+        print(f"error: {error if expected else describe_unexpected(error)}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SystemExit) as ended:  # Ray replaces one that is raised while it waits by SystemExit(1)
         if stopping.exit_code is None:

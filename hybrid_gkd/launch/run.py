@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
@@ -19,10 +21,10 @@ import torch
 
 from hybrid_gkd.config import Config, updates_per_step
 from hybrid_gkd.config.loading import to_dict, to_yaml
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.errors import CheckpointError, ConfigError, describe_error
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.compatibility import check_confidence
-from hybrid_gkd.launch.plan import RunPlan, check_free_memory, host_line
+from hybrid_gkd.launch.compatibility import check_confidence, check_same_teacher
+from hybrid_gkd.launch.plan import RunPlan, check_free_memory, checkpoint_files, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu, with_cache
@@ -50,8 +52,6 @@ from hybrid_gkd.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_BYTES = 32 * 2**20
-"""Disk space for the files of a checkpoint that hold no tensors."""
 LOCK_SECONDS = 1.0
 """Timeout for the lock of a run folder; a report holds it for less while it checks whether the run is active."""
 
@@ -119,9 +119,11 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
     """
     config = facts.config
     assert facts.plan is not None
-    with contextlib.ExitStack() as stack:
+    with exit_stack() as stack:
         stack.enter_context(locked_run_folder(config))
+        folder = os.stat(config.run_dir)
         stack.enter_context(run_log(config.run_dir))
+        stack.enter_context(failure_logged())
         write_config(config)
         if not config.trainer.val_only:
             stack.enter_context(live_report(config.run_dir))
@@ -136,7 +138,38 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
                 trainer.fit()
                 if trainer.step == trainer.total_steps:
                     stopping.cancel_request()
+            check_run_folder(config.run_dir, folder, trainer.checkpoint)
     return trainer
+
+
+@contextlib.contextmanager
+def exit_stack() -> Iterator[contextlib.ExitStack]:
+    """Return an ExitStack; an error of the block is raised also if a callback then raises another, which is logged."""
+    first: BaseException | None = None
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                yield stack
+            except BaseException as error:
+                first = error
+                raise
+    except Exception as error:
+        if first is None or error is first:
+            raise
+        logger.warning("another error during the shutdown: %s", describe_error(error))
+        raise first from first.__cause__
+
+
+def check_run_folder(run_dir: Path, before: os.stat_result, checkpoint: Path | None) -> None:
+    """Raise CheckpointError unless the run folder is that of the start, and the newest checkpoint is in it."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(run_dir), before) and (checkpoint is None or checkpoint.is_dir()):
+            return
+    left = checkpoint if checkpoint is not None and checkpoint.is_dir() else "none"
+    raise CheckpointError(
+        f"{run_dir}: the run folder was deleted or replaced during the run, and its logs and metrics are lost; "
+        f"checkpoint that is left: {left}"
+    )
 
 
 def is_interactive(console: str) -> bool:
@@ -165,7 +198,7 @@ def finished_message(facts: Facts) -> str:
 def write_config(config: Config) -> None:
     """Write config.yaml; a different one of an earlier start is kept as config.N.yaml."""
     file, text = config.run_dir / "config.yaml", to_yaml(config)
-    if file.is_file() and file.read_text(encoding="utf-8") != text:
+    if file.is_file() and file.read_bytes() != text.encode():
         file.rename(free_path(config.run_dir / "config", ".yaml"))
     file.write_text(text, encoding="utf-8")
 
@@ -175,8 +208,11 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     assert facts.plan is not None
     config, section, memory = facts.config, facts.config.actor_rollout_ref.teacher, facts.plan.memory
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    size = facts.plan.checkpoint_bytes + TOKENIZER_BYTES if saves else 0
-    store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
+    store = CheckpointStore(
+        config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep,
+        reserved_bytes=facts.plan.checkpoint_bytes if saves else 0,
+        reserved_files=checkpoint_files(config) if saves else 0,
+    )
     store.reserve()
     stack.callback(store.release)  # also if the start fails
     clock = stack.enter_context(trace_recording(config.run_dir))
@@ -214,6 +250,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
     if teacher is not None:
+        check_same_teacher(facts, next(iter(teacher.served.values())))  # known now also for a model of the hub
         logger.info("teacher: %s", check_confidence(facts, teacher))
     arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
     assert facts.num_ids is not None

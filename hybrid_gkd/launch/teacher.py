@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,6 +24,8 @@ from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
 from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.engines.engine_table import resolve_backend, weights_fingerprint
+from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
@@ -49,8 +52,10 @@ def connect(
         vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
         connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
-        n_server_workers=section.n_server_workers * replicas, num_microbatches=section.num_microbatches,
-        keys=keys or section.keys,
+        # One request at a time: then every batch of the engine is one request.
+        n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
+        num_microbatches=section.num_microbatches,
+        keys=keys or section.keys, allow_change=section.allow_teacher_change,
     )
     try:
         served = client.handshake(
@@ -100,6 +105,18 @@ def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num
     scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=num_ids)
     with contextlib.closing(ScoreStore(section.cache, 1e9 * section.cache_gigabytes)) as store:
         yield CachedTeacher(store, scored_by, client=client)
+
+
+def local_weights(config: Config) -> str:
+    """Return the hash by which a service of the run would identify its weights; empty for a model of the hub, of which
+    not all files need be in the cache."""
+    section = config.actor_rollout_ref.teacher
+    assert section.model.path is not None
+    if not os.path.isdir(section.model.path):
+        return ""
+    arguments = json.dumps(asdict(section.engine_kwargs))
+    options = EngineOptions(ckpt_path=section.model.path, dtype=section.dtype, engine_kwargs=arguments)
+    return weights_fingerprint(options, resolve_backend(section.backend))
 
 
 def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:

@@ -10,6 +10,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 """Suffixes of files with a model's weights."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Number and size of evenly spread samples of each file; training changes nearly all weights."""
+MAX_HEADER_BYTES = 100 * 2**20
+"""Maximum size of the header of a safetensors file."""
 
 
 def local_folder(path: str) -> Path | None:
@@ -23,8 +25,9 @@ def local_folder(path: str) -> Path | None:
 
 
 def fingerprint(path: str) -> str:
-    """Return a hash of config.json, and of name, size and samples of every weight file; empty if the model is not
-    local.
+    """Return a hash of config.json, and of name, size, safetensors header and samples of every weight file.
+
+    Empty if the model is not local.
 
     Equal for copies of a folder on different machines.
     """
@@ -36,6 +39,8 @@ def fingerprint(path: str) -> str:
         size = file.stat().st_size
         found.update(f"{file.name} {size}\n".encode())
         with file.open("rb", buffering=0) as content:
+            if file.suffix == ".safetensors":
+                found.update(content.read(min(MAX_HEADER_BYTES, int.from_bytes(content.read(8), "little"))))
             for number in range(SAMPLES):
                 content.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
                 found.update(content.read(SAMPLE_BYTES))

@@ -49,11 +49,19 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids = {tokenizer.eos_token_id}
     try:
         configured = GenerationConfig.from_pretrained(path).eos_token_id
+        check_end(path, "generation_config.json", configured, num_token_ids(tokenizer))
     except OSError:  # the file is optional
         configured = None
     except ValueError as error:
         raise ModelError(f"generation_config.json of {path} cannot be used: {describe_error(error)}") from error
     return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
+
+
+def check_end(path: str, source: str, found: Any, number: int) -> None:
+    """Check an `eos_token_id`: null, a token id, or a list of ids, each below `number`. Raises ModelError."""
+    for end in found if isinstance(found, list | tuple) else [found]:
+        if end is not None and not (type(end) is int and 0 <= end < number):
+            raise ModelError(f"{path}: eos_token_id {end} of {source} is no token, whose ids are below {number}")
 
 
 def decode(tokenizer: Any, sample: Sample) -> str:

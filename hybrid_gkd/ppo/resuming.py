@@ -65,6 +65,7 @@ REWARD = (
 REWARD_MODEL = ("reward_model.model.path", "reward_model.max_length")
 """Further keys if rewards that are trained on come from a reward model."""
 TEACHER_PATH = f"{ARR}.teacher.model.path"
+TEACHER_WEIGHTS = f"{TEACHER_PATH} (hash of the weights)"
 
 
 def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     """Return the settings that determine what is learned, by dotted key, normalized by a JSON round trip.
 
     `steps`, the length of the run, is included if a schedule depends on it. An external service or a store of scores is
-    identified by its model, not its address. The model is unknown here, so the caller adds `TEACHER_PATH`.
+    identified by its model, not its address. The model is unknown here, so the caller adds `teacher_settings`.
     """
     loss = config.distillation
     rewards: tuple[str, ...] = REWARD if config.trains_on_rewards else ()
@@ -96,6 +97,11 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
         found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path
     settings: dict[str, Any] = json.loads(json.dumps(found))
     return settings
+
+
+def teacher_settings(model: str, weights: str) -> dict[str, str]:
+    """Return the settings that identify a teacher; `weights`: their hash, empty if unknown."""
+    return {TEACHER_PATH: model} | ({TEACHER_WEIGHTS: weights} if weights else {})
 
 
 def has_relative_warmup(optim: OptimConfig) -> bool:
@@ -149,9 +155,12 @@ def _checksum(texts: Iterable[str]) -> str:
 def changed_settings(was: dict[str, Any], now: dict[str, Any], *, folder: str = "") -> list[str]:
     """Return `key: was -> now` for each differing setting; settings present on one side only are ignored.
 
-    Two spellings of one path are equal; relative paths in `was` are relative to `folder`, if given.
+    Two spellings of one path are equal; relative paths in `was` are relative to `folder`, if given. So are two folders
+    with a teacher of the same weights.
     """
-    return [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and not _same(was[key], now[key], folder)]
+    moved = {TEACHER_PATH} if TEACHER_WEIGHTS in was and was[TEACHER_WEIGHTS] == now.get(TEACHER_WEIGHTS) else set()
+    shared = (key for key in was if key in now and key not in moved)
+    return [f"{key}: {was[key]} -> {now[key]}" for key in shared if not _same(was[key], now[key], folder)]
 
 
 def _same(was: Any, now: Any, folder: str) -> bool:

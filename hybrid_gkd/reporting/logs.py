@@ -6,18 +6,23 @@ import contextlib
 import io
 import logging
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from tqdm import tqdm
 
-from hybrid_gkd.errors import ConfigError
+import hybrid_gkd
+from hybrid_gkd.errors import ConfigError, describe_error
 
 RUN_LOG = "run.log"
 TIME = "%Y-%m-%d %H:%M:%S"
 PACKAGE = logging.getLogger("hybrid_gkd")
 """Logger of this package: INFO and above go to the console, DEBUG only to run.log."""
+TRACEBACK = "traceback: "
+"""Beginning of the note of an exception whose traceback has been written to a file."""
 EARLY_LINES = 10_000
 """Maximum number of log records buffered until the run folder exists."""
 
@@ -104,6 +109,36 @@ def failure_logged() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        what = f"run failed: {type(error).__name__}: {error}"
-        PACKAGE.error(what, exc_info=True, extra={"log_only": True})
+        if _logged_in(error) is None:  # else by a block within this one
+            what = f"run failed: {type(error).__name__}: {error}"
+            PACKAGE.error(what, exc_info=True, extra={"log_only": True})
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, RunLogFile):
+                    error.add_note(f"{TRACEBACK}{handler.baseFilename}")
         raise
+
+
+def _logged_in(error: BaseException) -> str | None:
+    """Return the note that names the file with the traceback of an exception; None without one."""
+    return next((note for note in getattr(error, "__notes__", []) if note.startswith(TRACEBACK)), None)
+
+
+def describe_unexpected(error: Exception) -> str:
+    """Return an error that this package does not expect in one line: place, type, message, and file of the traceback.
+
+    The file is run.log if a block of `failure_logged` has written the traceback there, else a new temporary one.
+    """
+    root, notes = Path(hybrid_gkd.__file__).parent, list(getattr(error, "__notes__", []))
+    inner = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(root)]
+    place = "the command"
+    if inner:
+        module = Path(inner[-1].filename).relative_to(root.parent).with_suffix("")
+        place = f"{'.'.join(module.parts)}.{inner[-1].name}"
+    if (logged := _logged_in(error)) is None:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", errors="replace", prefix="hybrid_gkd_error_", suffix=".log", delete=False
+        ) as log:
+            traceback.print_exception(error, file=log)
+        logged = f"{TRACEBACK}{log.name}"
+    where = ", ".join([place, *(note for note in notes if note != logged)])
+    return f"unexpected error in {where}: {describe_error(error)}; {logged}"

@@ -8,6 +8,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -73,13 +74,26 @@ class JsonLinesFile:
 
 
 class ReservedSpace:
-    """Disk space reserved for later writes by a placeholder file."""
+    """Disk space reserved for later writes by a placeholder file, and inodes by a folder of empty files beside it."""
 
-    def __init__(self, path: Path, num_bytes: int):
-        self._path, self._num_bytes = path, num_bytes
+    def __init__(self, path: Path, num_bytes: int, num_files: int = 0):
+        self._path, self._num_bytes, self._num_files = path, num_bytes, num_files
+        self._files = path.with_name(f"{path.name}.files")
 
     def take(self) -> None:
-        """Reserve the space; do nothing where the file system cannot. Raises OSError if the disk is too full."""
+        """Reserve both; space only where the file system can. Raises OSError if the disk is too full."""
+        self.release()
+        try:
+            if self._num_files:
+                self._files.mkdir()
+            for number in range(self._num_files):
+                (self._files / str(number)).touch()
+            self._take_bytes()
+        except OSError:
+            self.release()
+            raise
+
+    def _take_bytes(self) -> None:
         # Not os.posix_fallocate, which writes all blocks where the file system does not know how to reserve them.
         fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
         if not self._num_bytes or fallocate is None:
@@ -88,13 +102,15 @@ class ReservedSpace:
             if fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(self._num_bytes)) == 0:
                 return
             code = ctypes.get_errno()
-        self.release()
+        self._path.unlink()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
             raise OSError(code, os.strerror(code), str(self._path))
 
     def release(self) -> None:
         """Free the space; may be called repeatedly."""
         self._path.unlink(missing_ok=True)
+        if self._files.exists():
+            shutil.rmtree(self._files)
 
 
 def encode_rows(rows: Iterable[Any]) -> bytes:

@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.runtime.waiting import Timeout, interrupted_after
+
+IMPORT_SECONDS = 60.0
+"""Timeout for the import of a user's module."""
 
 
 def is_import_path(value: str) -> bool:
@@ -35,7 +39,11 @@ def load_object(key: str, import_path: str) -> Any:
     if file is not None and not (file.suffix == ".py" and file.is_file()):
         raise ConfigError(key, "must be an existing Python file", source)
     try:
-        module = importlib.import_module(source) if file is None else _execute(file)
+        rule = f"must be importable within {Timeout(IMPORT_SECONDS)}"
+        with interrupted_after(IMPORT_SECONDS, lambda: ConfigError(key, rule, import_path)):
+            module = importlib.import_module(source) if file is None else _execute(file)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the user's code raises
         rule = f"must be importable, but raised {type(error).__name__}: {error}"
         raise ConfigError(key, rule, import_path) from error

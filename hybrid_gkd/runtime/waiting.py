@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -87,6 +88,36 @@ def waiting(
         wait.end()
     if wait.was_logged:
         logger.info("waited %.0f s for %s", time.monotonic() - wait.started, whom)
+
+
+class _Overdue(BaseException):
+    """Raised in code that a timer interrupts; code that catches Exception does not catch it."""
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
+    """Interrupt code of others in the block after `seconds`, and raise `error()` instead. Blocks must not be nested.
+
+    Only for Python code in the main thread: a call into a library ends first, and other threads have no timer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise _Overdue
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if the code catches it
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Overdue:
+        raise error() from None
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
 
 
 def clock_time(at: float) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybrid_gkd.config import MODEL, Config
+from hybrid_gkd.data.chat_template import plain_text, renderer
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.data.prompts import plain_text
-from hybrid_gkd.errors import DataError, TrainingError, describe_error
+from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import Score
@@ -49,13 +49,7 @@ class RewardTexts:
             prompt = plain_text(task.messages, task.tools, f"row {task.row} of the data: reward_model.model.path")
             return np.array(self.own(f"{prompt}\n{answer}").input_ids, np.int32)
         chat = [*task.messages, {"role": "assistant", "content": answer}]
-        try:
-            text = self.own.apply_chat_template(
-                chat, tools=task.tools, add_generation_prompt=False, tokenize=False
-            )
-        except Exception as error:  # a template can raise any error on roles or their order
-            reason = f"the chat template of reward_model.model.path raised an error: {describe_error(error)}"
-            raise DataError(f"row {task.row} of the data: {reason}") from error
+        text = renderer(self.own, {}, f"row {task.row} of the data: reward_model.model.path")(chat, tools=task.tools)
         return np.array(self.own(text, add_special_tokens=False).input_ids, np.int32)
 
 

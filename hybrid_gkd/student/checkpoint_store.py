@@ -6,7 +6,7 @@
         actor/              weights and optimizer state: one safetensors file per rank, see student/shard_files.py
         huggingface/        config, safetensors, tokenizer; with LoRA a peft adapter folder
         trainer_state.json  see TrainerState
-        manifest.json       size and checksum of every other file
+        manifest.json       size and checksum of every other file, and a checksum of this list
 
 A checkpoint is written under a temporary name, possibly in the background, flushed to disk and renamed when it is
 complete. It consists of numbers and JSON: loading it executes nothing.
@@ -20,7 +20,9 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -78,41 +80,62 @@ class CheckpointStore:
     keep: int | None
     reserved_bytes: int = 0
     """Disk space that `reserve` allocates for the next checkpoint."""
+    reserved_files: int = 0
+    """Number of files, that is inodes, that `reserve` allocates."""
 
     def reserve(self) -> None:
-        """Reserve disk space for the next checkpoint. Raises CheckpointError: the disk has less."""
+        """Reserve space and inodes for the next checkpoint. Raises CheckpointError: the disk has less."""
         try:
             self._remove_unfinished()
             self._reserved.take()
         except OSError as error:
-            needed = f"{self.reserved_bytes / 2**20:.0f} MiB"
+            needed = f"{self.reserved_bytes / 2**20:.0f} MiB, {self.reserved_files} files"
             raise CheckpointError(
-                f"{self.run_dir}: not enough disk space for the next checkpoint ({needed}): {error.strerror}; free "
+                f"{self.run_dir}: cannot reserve disk space for the next checkpoint ({needed}): {error.strerror}; free "
                 "some and run the same command again"
             ) from error
 
     def release(self) -> None:
-        """Free the reserved space; idempotent."""
-        self._reserved.release()
+        """Free the reserved space; idempotent. A folder that cannot be written to is logged."""
+        try:
+            self._reserved.release()
+        except OSError as error:
+            logger.warning("cannot free the disk space that is reserved for a checkpoint: %s", error)
 
     @property
     def _reserved(self) -> ReservedSpace:
-        return ReservedSpace(self.run_dir / RESERVED, self.reserved_bytes)
+        return ReservedSpace(self.run_dir / RESERVED, self.reserved_bytes, self.reserved_files)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None; its contents are not checked."""
         return next(iter(self.newest_first()), None)
 
     def newest_first(self) -> list[Path]:
-        """Return the checkpoint that the pointer names, existing or not, followed by those of earlier steps."""
-        pointer, steps = self.run_dir / LATEST, self._steps()
-        if pointer.is_file() and (text := pointer.read_bytes().strip()).isdigit():
-            named = int(text)
+        """Return the checkpoint that the pointer names, existing or not, followed by those of earlier steps.
+
+        Without a pointer, or with one that is damaged, return all of them.
+        """
+        named, steps = self._named_step(), self._steps()
+        if named is not None:
             folder, replaced = self._folders(named)
             if not folder.exists() and replaced.exists():  # a run was killed while it replaced this step
                 os.rename(replaced, folder)
             steps = [*(step for step in steps if step < named), named]
         return [self._folders(step)[0] for step in reversed(steps)]
+
+    def _named_step(self) -> int | None:
+        """Return the step that the pointer names; None without a pointer of one whole line, which may be cut."""
+        pointer = self.run_dir / LATEST
+        if not pointer.exists():
+            return None
+        try:
+            text = pointer.read_bytes()
+        except OSError as error:
+            text = str(error).encode()
+        if (found := re.fullmatch(rb"(\d{1,18})\n", text)) is not None:
+            return int(found[1])
+        logger.warning("%s does not name a step (%r): taking the newest intact checkpoint", pointer, text[:80])
+        return None
 
     @contextlib.contextmanager
     def writing(self, state: TrainerState, sums: dict[str, FileSum] | None = None) -> Iterator[Path]:
@@ -209,7 +232,12 @@ def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: sums.get(name) or FileSum.of(folder / name), names)
     listed = {name: asdict(each) for name, each in zip(names, found, strict=True)}
-    (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=2), encoding="utf-8")
+    text = json.dumps({"crc32": _manifest_sum(listed), "files": listed}, indent=2)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _manifest_sum(listed: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(listed, sort_keys=True).encode())
 
 
 def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) -> dict[str, str]:
@@ -220,7 +248,10 @@ def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) ->
     """
     file = folder / MANIFEST
     try:
-        listed = json.loads(file.read_text(encoding="utf-8"))["files"]
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        listed = manifest["files"]
+        if manifest.get("crc32", _manifest_sum(listed)) != _manifest_sum(listed):  # older ones have none
+            raise ValueError("it has another checksum than when it was written")
         wanted = {name: FileSum(**entry) for name, entry in listed.items() if fnmatch.fnmatchcase(name, files)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error

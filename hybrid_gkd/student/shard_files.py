@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.errors import CheckpointError, describe_error
 from hybrid_gkd.runtime.files import FileSum
 
 PIECE_BYTES = 64 * 2**20
@@ -93,19 +93,21 @@ class ShardFiles:
         self._parts: dict[str, list[tuple[int, Any]]] = {}
         """First row and lazily read values of each part, by tensor name."""
         self._whole: dict[str, tuple[int, ...]] = {}
+        self.facts: dict[str, str] = {"index": ""}
+        """Facts given to `write_shard`."""
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{folder} cannot be loaded: it has no safetensors files")
         for file in files:
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
-                self.facts: dict[str, str] = opened.metadata()
-                """Facts given to `write_shard`."""
+                self.facts = opened.metadata() or {}
                 for name, entry in json.loads(self.facts["index"]).items():
                     self._parts.setdefault(name, []).append((entry["first_row"], opened.get_slice(name)))
                     self._whole[name] = tuple(entry["whole"])
-            except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{file} cannot be loaded: {error}") from error
+            except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+                reason = describe_error(error) if "index" in self.facts else "its header has no index of its tensors"
+                raise CheckpointError(f"{file} cannot be loaded: {reason}") from error
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""

@@ -95,6 +95,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     """Fingerprint of the weights and of the data type of the computation; empty if unknown."""
 
+    def is_same(self, other: ModelInfo) -> bool:
+        """Return whether both are one teacher: by their weights or, if unknown, by their names."""
+        return self.weights == other.weights if self.weights and other.weights else self.model == other.model
+
+    def __str__(self) -> str:
+        return f"{self.model} (weights {self.weights[:12] or 'unknown'})"
+
 
 class Hello(Message, tag="hello"):
     pass

@@ -15,7 +15,7 @@ import ray
 
 from hybrid_gkd.compat.ray import on_loopback
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.errors import ConfigError, WorkerError, describe_error
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.own_cluster import joining_group, own_group
 from hybrid_gkd.workers.placement import Role
@@ -66,8 +66,9 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         try:
             with waiting(whom), joining_group(group), contextlib.nullcontext() if init.address else on_loopback():
                 ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
+        except Exception as error:  # Ray raises a plain Exception where a node does not start in time
+            reason = describe_error(error)
+            raise WorkerError(f"ray_init.address: Ray could not start or be reached: {reason}") from error
         gpus = ray.cluster_resources().get("GPU", 0)
         if config.trainer.device == "auto" and device == "cpu" and gpus:
             raise ConfigError(

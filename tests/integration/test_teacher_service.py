@@ -1,6 +1,7 @@
 """The teacher service with real processes: right numbers, and what happens when parts of it die."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -303,6 +304,22 @@ def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_tea
         ):
             expect_scores(futures, batch, reference)
             wait_until(lambda: status_of(own_teacher).num_workers == 2, "for the worker to come back")
+
+
+def test_a_restarted_service_with_other_weights_under_the_same_name_is_refused(tmp_path):
+    folder, batch = tmp_path / "model", make_readings(4)
+    start = functools.partial(running, str(make_tiny_model(folder, seed=1)), start_timeout=TIMEOUT)
+    with start(log_path=tmp_path / "first.log", options=HF) as first, connected(str(folder), first) as client:
+        for future in client.submit(batch):
+            future.result(TIMEOUT)
+        os.kill(first.pid, signal.SIGKILL)
+        wait_until(lambda: first.poll() is not None, "for the service to die")
+        make_tiny_model(folder, seed=2)
+        options, port = [*HF, "--keys", str(first.keys.parent / "server")], int(first.address.split(":")[1])
+        with start(log_path=tmp_path / "second.log", port=port, options=options), pytest.raises(
+            TeacherMismatch, match=rf"serves {folder.name} \(weights .* first handshake .* another teacher"
+        ):
+            client.submit(batch)[0].result(TIMEOUT)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

@@ -165,6 +165,30 @@ def test_parts_are_whole_micro_batches_on_each_worker(max_tokens, shares_gpu, ac
     assert trained(group) == list(range(6))
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [4, 2, 5, 0, 3, 1]])
+def test_with_full_determinism_nothing_depends_on_when_scores_arrive(order):
+    """The teacher gets the rollout in its order when it is complete, and the update begins when all is scored."""
+    teacher, submitted = LocalTeacher(scores, delay=None), []
+    trainer, group, rollout = make(
+        GKDTrainer, "actor_rollout_ref.actor.fsdp_config.full_determinism=true",
+        "actor_rollout_ref.teacher.server_ip=null", "actor_rollout_ref.teacher.model.path=unused", teacher=teacher,
+    )
+    assert trainer.generation.on_finished == []
+    submit = teacher.submit
+
+    def answer_in_order(readings):
+        futures = submit(readings)
+        submitted.extend(teacher.waiting)
+        teacher.answer(*map(name, order))
+        return futures
+
+    teacher.submit = answer_in_order
+    trainer._update_actor(rollout)
+    assert submitted == [name(number) for number in range(6)]
+    assert group.accumulated == []
+    assert trained(group) == [0, 1, 2, 3, 4, 5]
+
+
 def update_at_once(*overrides):
     """A GKD update whose teacher answers at once; the group and the metrics."""
     trainer, group, rollout = make(GKDTrainer, *overrides, teacher=LocalTeacher(scores))

@@ -295,7 +295,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
             ("shuffle",): (NOTHING, "mini-batches have the order of the batch, see data.shuffle"),
             ("model.external_lib",): (NOTHING, "no module is imported; trust_remote_code runs code of the folder"),
             ("model.hf_config_path",): (NOTHING, "the configuration is that of the model's folder"),
-            ("fsdp_config.full_determinism",): (NOTHING, "the same seeds give the same orders and samples"),
             ("qat.enable", "fsdp_config.qat.enable"): (NOTHING, "weights are not quantized"),
             ("profiler.enable",): (NOTHING, PROFILER),
             ("model.mtp.enable",): (NOTHING, "multi-token prediction layers are not trained"),

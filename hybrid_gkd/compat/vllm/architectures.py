@@ -1,4 +1,4 @@
-"""Check whether vLLM supports a model without importing vLLM, which takes ten seconds.
+"""Check whether vLLM supports a model and arguments without importing vLLM, which takes ten seconds.
 
 Parses `vllm/model_executor/models/registry.py`: the names of vLLM's own models are the keys of its tables. Other models
 run with the code of transformers if its attention can be replaced: vLLM calls `is_backend_compatible` or
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 REGISTRY = Path("model_executor", "models", "registry.py")
+ENGINE_ARGUMENTS, LLM = Path("engine", "arg_utils.py"), Path("entrypoints", "llm.py")
 NOT_SERVED = ("_PREVIOUSLY", "_OOT")
 """Prefixes of the names of tables with models that vLLM no longer supports."""
 
@@ -42,17 +44,36 @@ def cannot_be_served(hf_config: Any) -> str | None:
 @functools.cache
 def known_architectures() -> frozenset[str]:
     """Return the names of vLLM's own architectures; empty if they cannot be read."""
-    spec = find_spec("vllm")
-    file = Path(spec.origin).parent / REGISTRY if spec is not None and spec.origin is not None else REGISTRY
-    if not file.is_file():
-        return frozenset()
     tables = [
-        node for node in ast.parse(file.read_text(encoding="utf-8")).body
+        node for node in ast.parse(_source(REGISTRY)).body
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
         and not ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target).startswith(NOT_SERVED)
     ]  # fmt: skip
     keys = [key for table in tables if isinstance(table.value, ast.Dict) for key in table.value.keys]
     return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def unknown_arguments(names: Iterable[str]) -> list[str]:
+    """Return those of `names` that neither `vllm.LLM` nor `EngineArgs`, to which it passes others, takes.
+
+    Empty if the sources of this vLLM cannot be read.
+    """
+    known = set[str]()
+    for path, name in ((ENGINE_ARGUMENTS, "EngineArgs"), (LLM, "LLM")):
+        for node in ast.walk(ast.parse(_source(path))):
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                known |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)
+                          and isinstance(part.target, ast.Name)}  # fmt: skip
+                starts = (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+                known |= {each.arg for start in starts for each in (*start.args.args, *start.args.kwonlyargs)}
+    return sorted(set(names) - known) if known else []
+
+
+def _source(path: Path) -> str:
+    """Return a source file of vLLM; empty without one."""
+    spec = find_spec("vllm")
+    file = Path(spec.origin).parent / path if spec is not None and spec.origin is not None else path
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def has_plugins() -> bool:

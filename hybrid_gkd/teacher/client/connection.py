@@ -56,6 +56,8 @@ class Connection(Dealer):
         """The server's model; None while the server is not known to be ready: then only hellos are sent."""
         self.instance = ""
         """Id of the server process; changes when the server is restarted."""
+        self.is_unknown = True
+        """True from a new connection until its welcome: another server may have taken the address."""
         self.ping_number, self._last_beat = 0, 0.0
         self.queue_length = self.num_answers = 0
         """Requests queued at the server according to its last pong; requests that it has scored for this client."""
@@ -96,7 +98,7 @@ class Connection(Dealer):
         )
 
     def on_welcome(self, welcome: protocol.Welcome) -> None:
-        self.foreign_version = None
+        self.foreign_version, self.is_unknown = None, False
         if welcome.model is not None and welcome.num_workers > 0:  # otherwise the next hello asks again
             self.instance, self.model = welcome.instance, welcome.model
 

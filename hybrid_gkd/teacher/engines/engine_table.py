@@ -30,9 +30,7 @@ OWN_ARGUMENTS = {
 
 def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
     """Load the model. Raises ModelError with the folder or the option at fault."""
-    backend, device = options.backend, options.device
-    if backend == "auto":
-        backend = "vllm" if vllm_compat.vllm_available() else "hf"
+    backend, device = resolve_backend(options.backend), options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -46,6 +44,11 @@ def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
     engine: ScoringEngine = getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
     engine.info = msgspec.structs.replace(engine.info, weights=weights_fingerprint(options, backend))
     return engine
+
+
+def resolve_backend(backend: str) -> str:
+    """Return the backend, with `auto` resolved."""
+    return ("vllm" if vllm_compat.vllm_available() else "hf") if backend == "auto" else backend
 
 
 def weights_fingerprint(options: EngineOptions, backend: str) -> str:

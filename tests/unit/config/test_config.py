@@ -406,3 +406,17 @@ def test_all_that_is_wrong_is_said_at_once_and_then_what_is_missing(tmp_path):
         "actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.experiment_name", "rollout.n_gpus_per_node",
         "missing", "actor_rollout_ref.model.path", "data.train_files", "actor_rollout_ref.teacher.model.path",
     ]
+
+
+@pytest.mark.parametrize(("override", "rule"), [
+    ("trainer.scheduler=one_step_off", "needs trainer.scheduler=sync"),
+    ("actor_rollout_ref.teacher.server_ip=a:1", "needs a teacher that the run starts"),
+])  # fmt: skip
+def test_full_determinism_is_refused_where_it_cannot_be(override, rule):
+    for section in ("actor_rollout_ref.actor", "critic"):
+        key = f"{section}.fsdp_config.full_determinism"
+        inputs = ("data.train_files", "actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
+        given = [f"{each}=x" for each in inputs]
+        load_config([*given, f"{key}=true"])
+        with pytest.raises(ConfigError, match=rf"actor\.fsdp_config\.full_determinism: {rule}"):
+            load_config([*given, f"{key}=true", override])

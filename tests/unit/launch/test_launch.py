@@ -25,10 +25,11 @@ import hybrid_gkd
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
+from hybrid_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.inputs import check_data_sources, check_positions, check_topk
+from hybrid_gkd.launch.data_checks import check_data_sources
+from hybrid_gkd.launch.inputs import check_positions, check_topk
 from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
@@ -38,7 +39,7 @@ from hybrid_gkd.models import spec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, TEACHER_WEIGHTS, data_state, learning_settings
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.scoring.reward_functions import load_functions
@@ -157,6 +158,67 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
 
 
 @pytest.mark.slow
+def test_a_disk_without_inodes_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
+    status = SimpleNamespace(f_files=100, f_favail=3, f_bavail=2**40, f_frsize=4096, f_blocks=2**40, f_bfree=2**40)
+    monkeypatch.setattr(preflight.os, "statvfs", lambda folder: status)
+    with pytest.raises(ConfigError, match=r"a checkpoint needs \d+ files, but the disk of .* has only 3 inodes free"):
+        run.run(runnable(tmp_path))
+    status.f_files = 0  # a file system that makes them as needed
+    preflight.check_disk(tmp_path, 0, files=50)
+
+
+@pytest.mark.slow
+def test_checks_and_start_ask_for_the_same_room(tmp_path, monkeypatch):
+    config, asked = runnable(tmp_path, "trainer.max_actor_ckpt_to_keep=null"), []
+    monkeypatch.setattr(preflight, "check_disk", lambda run_dir, needed, files: asked.append((needed, files)) or "")
+    stores = []
+
+    def reserve(store):
+        stores.append((store.reserved_bytes, store.reserved_files))
+        raise CheckpointError("enough")
+
+    monkeypatch.setattr(CheckpointStore, "reserve", reserve)
+    with pytest.raises(CheckpointError, match="enough"):
+        run.run(config)
+    assert asked == stores
+    assert asked[0][0] > 0
+
+
+def test_the_first_error_is_raised_though_a_callback_of_the_exit_raises_another(caplog):
+    def fail(error):
+        raise error
+
+    def end_with(error=None):
+        with run.exit_stack() as stack:
+            stack.callback(fail, OSError("read-only"))
+            if error is not None:
+                raise error
+
+    with pytest.raises(WorkerError, match="the first"):
+        end_with(WorkerError("the first"))
+    assert "another error during the shutdown: OSError: read-only" in caplog.text
+    with pytest.raises(OSError, match="read-only"):
+        end_with()
+    with pytest.raises(SystemExit):
+        end_with(SystemExit(130))
+
+
+def test_a_run_folder_that_was_deleted_or_replaced_is_an_error_at_the_end(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = folder.stat()
+    run.check_run_folder(folder, before, None)
+    with pytest.raises(CheckpointError, match=r"deleted or replaced .* is left: none"):
+        run.check_run_folder(folder, before, folder / "global_step_1")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="deleted or replaced"):
+        run.check_run_folder(folder, before, None)
+    (folder / "global_step_1").mkdir(parents=True)  # by the last checkpoint
+    with pytest.raises(CheckpointError, match=r"is left: .*run/global_step_1"):
+        run.check_run_folder(folder, before, folder / "global_step_1")
+
+
+@pytest.mark.slow
 def test_room_for_checkpoints_is_held_by_a_run_that_will_write_some_and_given_back_when_it_cannot_start(
     tmp_path, monkeypatch
 ):
@@ -199,7 +261,7 @@ def test_a_model_folder_without_weights_is_refused(tmp_path):
 def test_an_exported_student_whose_weights_have_changed_is_refused(tmp_path):
     config = runnable(tmp_path)
     write_manifest(tmp_path, {})
-    (tmp_path / "student" / "chat_template.jinja").write_text("of the user's own", encoding="utf-8")
+    (tmp_path / "student" / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
     check_all(config)
     weights = tmp_path / "student" / "model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -408,15 +470,24 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
 
     @contextlib.contextmanager
     def connect(config, tokenizer, endpoints):
-        model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300)
+        model = SimpleNamespace(
+            model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300, weights="b"
+        )
         yield SimpleNamespace(served={"far:15555": model})
 
     monkeypatch.setattr(compatibility, "connect", connect)
-    with pytest.raises(ConfigError, match=rf"allow_changed_config: .*\n{TEACHER_PATH}: large -> larger"):
-        compatibility.check_compatibility(facts)
     config.trainer.allow_changed_config = True
+    with pytest.raises(ConfigError, match=rf"teacher\.allow_teacher_change: .*\n{TEACHER_PATH}: large -> larger"):
+        compatibility.check_compatibility(facts)
+    config.actor_rollout_ref.teacher.allow_teacher_change = True
     assert "large -> larger" in compatibility.check_compatibility(facts)
-    assert facts.settings == {TEACHER_PATH: "larger"}
+    assert facts.settings == {TEACHER_PATH: "larger", TEACHER_WEIGHTS: "b"}
+    config.actor_rollout_ref.teacher.allow_teacher_change = False
+    facts.resumption.state.settings[TEACHER_WEIGHTS] = "b"  # the same weights in another folder
+    assert "large" not in compatibility.check_compatibility(facts).replace("larger", "")
+    facts.resumption.state.settings.update({TEACHER_PATH: "larger", TEACHER_WEIGHTS: "a"})  # others of that name
+    with pytest.raises(ConfigError, match=r"allow_teacher_change: .*\n.*\(hash of the weights\): a -> b"):
+        compatibility.check_compatibility(facts)
 
 
 @pytest.mark.slow
@@ -633,3 +704,10 @@ def test_positions_that_a_teachers_own_prompts_need_are_counted():
     check_positions("student", "folder", config, config.max_sequence_length, (64, "max_position_embeddings"))
     with pytest.raises(ConfigError, match=r"limits \(90 \+ 16\) need 107 positions, but the teacher folder has 64"):
         check_positions("teacher", "folder", config, config.teacher_length, (64, "max_position_embeddings"))
+
+
+def test_full_determinism_is_refused_on_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = load_config([*LOCAL, "actor_rollout_ref.actor.fsdp_config.full_determinism=true", "trainer.device=cuda"])
+    with pytest.raises(ConfigError, match=r"full_determinism: is for trainer\.device=cpu: on GPUs"):
+        preflight.device(preflight.Facts(config))

@@ -135,13 +135,14 @@ def test_changed_settings_are_listed_and_have_to_be_allowed(tmp_path):
     with pytest.raises(ConfigError) as caught:
         find(make_config(tmp_path, *changed))
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("trainer.allow_changed_config: ")
+    allow = "actor_rollout_ref.teacher.allow_teacher_change"
+    assert lines[0].startswith(f"trainer.allow_changed_config and {allow}: ")
     for line in (
         "actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.001", "distillation.loss_mode: forward_kl -> jsd",
         "data.train_files: ['x'] -> ['y', 'z']", "actor_rollout_ref.teacher.model.path: teacher -> other",
     ):
         assert line in lines
-    found = find(make_config(tmp_path, *changed, "trainer.allow_changed_config=true"))
+    found = find(make_config(tmp_path, *changed, "trainer.allow_changed_config=true", f"{allow}=true"))
     assert found.state.step == 5
     assert "distillation.loss_mode: forward_kl -> jsd" in found.remarks[0]
 

@@ -9,7 +9,7 @@ import pytest
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import HybridGKDError
-from hybrid_gkd.launch.inputs import describe_dropped_prompts
+from hybrid_gkd.launch.data_checks import describe_dropped_prompts
 from hybrid_gkd.launch.plan import placement_lines
 from hybrid_gkd.ppo import rollout_pipeline as pipeline_module
 from hybrid_gkd.ppo.filtering import GROUP_METRICS, GroupCollector, informative_groups

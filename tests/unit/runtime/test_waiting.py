@@ -90,10 +90,10 @@ def test_a_limit_names_the_key_that_sets_it():
 
 
 FIXED = set(
-    "ALL_REDUCE_SECONDS CLOSE_SECONDS END_SECONDS REPORT_SECONDS SCORES_SECONDS SETTLE_SECONDS "
-    "WANDB_FINISH_SECONDS".split()
+    "ALL_REDUCE_SECONDS CALL_SECONDS CLOSE_SECONDS END_SECONDS IMPORT_SECONDS REPORT_SECONDS SCORES_SECONDS "
+    "SETTLE_SECONDS TEMPLATE_SECONDS WANDB_FINISH_SECONDS".split()
 )
-"""Timeouts that no key sets: of the doctor, of a check, of a failure, of the end of a run."""
+"""Timeouts that no key sets: of the doctor, of a check, of a user's code, of a failure, of the end of a run."""
 NO_DEADLINES = {
     "waited {time.monotonic() - self.started} s for its scores",  # what it was; the limit follows
     "waited %.0f s for %s", "has not answered %.0f s after the end of a client's request_timeout",

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime import files
 from hybrid_gkd.runtime.files import FileSum
-from hybrid_gkd.student.checkpoint_store import LATEST, CheckpointStore, TrainerState, find_damage, load_state
+from hybrid_gkd.student.checkpoint_store import LATEST, RESERVED, CheckpointStore, TrainerState, find_damage, load_state
 
 
 def state(step):
@@ -150,9 +151,52 @@ def test_room_for_a_checkpoint_is_held_until_it_is_written(tmp_path):
 def test_a_disk_without_the_room_is_said(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     store = CheckpointStore(tmp_path, keep=1, reserved_bytes=free + 2**40)
-    with pytest.raises(CheckpointError, match=r"not enough disk space for the next checkpoint \(\d+ MiB\): "):
+    with pytest.raises(CheckpointError, match=r"cannot reserve disk space .* \(\d+ MiB, 0 files\): No space"):
         store.reserve()
     assert reserved(tmp_path) == 0
+
+
+def test_inodes_for_a_checkpoint_are_held_until_it_is_written(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=1, reserved_files=5)
+    store.reserve()
+    (folder,) = tmp_path.glob(f"{RESERVED}*")
+    assert len(list(folder.iterdir())) == 5
+    with store.writing(state(1)):
+        assert not list(tmp_path.glob(f"{RESERVED}*"))
+
+    def full(path, *args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(CheckpointError, match=r"\(0 MiB, 5 files\): No space left on device"):
+        store.reserve()
+    assert not list(tmp_path.glob(f"{RESERVED}*"))
+
+
+def test_a_write_protected_folder_is_named_by_the_write_and_only_logged_at_the_exit(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, keep=1, reserved_bytes=2**20)
+    store.reserve()
+
+    def refuse(path, *args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("unlink", "mkdir"):
+        monkeypatch.setattr(Path, name, refuse)
+    store.release()
+    assert "cannot free the disk space that is reserved for a checkpoint: [Errno 30] Read-only" in caplog.text
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*global_step_1: .*Read-only file system"):
+        write(store, 1)
+
+
+@pytest.mark.parametrize("text", [b"1", b"", b"10", b"10\n\n", b"\0\0\0\0", b"1" * 5000])
+def test_a_damaged_pointer_hides_no_checkpoint(tmp_path, caplog, text):
+    """It was cut from 100 to 1 or 10, or filled with zeros after a crash of the machine."""
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (1, 10, 100):
+        write(store, step)
+    (tmp_path / LATEST).write_bytes(text)
+    assert [folder.name for folder in store.newest_first()] == ["global_step_100", "global_step_10", "global_step_1"]
+    assert f"{tmp_path / LATEST} does not name a step" in caplog.text
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
@@ -227,6 +271,14 @@ def test_every_file_is_listed_and_what_happened_to_it_is_found(tmp_path):
     assert found["actor/cut"] == "has 100 bytes instead of 256"
     assert "checksum" in found["actor/flipped"]
     assert "actor/flipped" not in find_damage(folder, largest=255)
+    manifest = folder / "manifest.json"
+    whole = manifest.read_text(encoding="utf-8")
+    manifest.write_text(whole.replace('"size": 256', '"size": 257', 1), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: it has another checksum than when"):
+        find_damage(folder)
+    older = {"files": json.loads(whole)["files"]}
+    manifest.write_text(json.dumps(older), encoding="utf-8")
+    assert find_damage(folder) == found
     (folder / "manifest.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         find_damage(folder)

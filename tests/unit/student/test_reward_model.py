@@ -138,7 +138,7 @@ def test_another_tokenizer_or_template_encodes_texts_anew(student, tmp_path):
     tokenizer = load_tokenizer(str(same))
     tokenizer.chat_template = "{{ raise_exception('users alone') if messages[-1]['role'] != 'user' }}"
     tokenizer.save_pretrained(same)
-    with pytest.raises(HybridGKDError, match=r"template of reward_model\.model\.path raised an error: .*users alone"):
+    with pytest.raises(HybridGKDError, match=r"reward_model\.model\.path: the chat template rejects it: users alone"):
         examine(student, same)
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime.files import FileSum
@@ -72,4 +72,11 @@ def test_what_does_not_fit_is_named(tmp_path):
         ShardFiles(tmp_path).read("matrix", torch.zeros(7, 3), (7, 3), 0)
     (tmp_path / "rank_1.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match=r"rank_1\.safetensors cannot be loaded"):
+        ShardFiles(tmp_path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"index": "[1]"}, {"index": "{"}])
+def test_a_shard_without_its_index_is_named(tmp_path, metadata):
+    save_file({"a": torch.zeros(2)}, tmp_path / "rank.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=r"rank\.safetensors cannot be loaded: \w+"):
         ShardFiles(tmp_path)

@@ -509,6 +509,56 @@ def test_server_that_comes_back_with_another_model_ends_the_run():
             client.submit(make_readings())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"weights": "b"}, {"model": "n", "weights": ""}])
+def test_a_restarted_server_with_another_teacher_is_refused_unless_allowed(change, caplog):
+    """Neither its name nor its weights may change, and no score of it arrives before the handshake has shown that."""
+    first = model_info(weights="a")
+
+    def replace(server, client, request, readings):
+        server.instance, server.model = "second", model_info(**{"weights": "a"} | change)
+
+    found = r"127\.0\.0\.1:\d+ serves . \(weights \w+\), but at the first handshake .* served m \(weights a\)"
+    with Server(replace, model=first) as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        with pytest.raises(TeacherMismatch, match=rf"{found}: it is another teacher; .*allow_teacher_change=true"):
+            client.submit(make_readings())[0].result(TIMEOUT)
+        assert len(server.requests) == 1
+    batch = make_readings()
+    with Server(replace, model=first) as server, connect(server, allow_change=True) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+    assert re.search(f"{found}; training goes on", caplog.text)
+
+
+@pytest.mark.slow
+def test_a_score_of_a_new_server_before_its_handshake_is_dropped():
+    """Another server takes the address while a request is open, and answers it before the hello."""
+    batch, early = make_readings(), threading.Event()
+    with contextlib.ExitStack() as stack:
+        with Server(silence) as server:
+            client = stack.enter_context(connect(server))
+            client.handshake(**STUDENT)
+            futures = client.submit(batch)
+            while not server.requests:
+                time.sleep(0.01)
+        (request,) = server.requests
+        new = Server(port=int(server.address.rpartition(":")[2]), model=model_info(model="n"))
+        send = new.send
+
+        def answer_before_the_welcome(identity, message, arrays=()):
+            if isinstance(message, protocol.Welcome) and not early.is_set():
+                early.set()
+                send(identity, *result_for(request, batch))
+            send(identity, message, arrays)
+
+        new.send = answer_before_the_welcome
+        stack.enter_context(new)
+        with pytest.raises(TeacherMismatch, match="it is another teacher"):
+            futures[0].result(TIMEOUT)
+        assert early.is_set()
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "text"),
     [
@@ -560,9 +610,11 @@ def test_what_is_no_reading_is_an_error_at_once(change, text):
 
 
 def test_servers_of_different_models():
-    with Server() as one, Server(model=model_info(model="n")) as two, connect(one, two) as client:
-        with pytest.raises(TeacherMismatch, match="serves"):
-            client.handshake(**STUDENT)
+    for of_one, of_two in (({}, {"model": "n"}), ({"weights": "a"}, {"weights": "b"})):
+        models = (Server(model=model_info(**changes)) for changes in (of_one, of_two))
+        with next(models) as one, next(models) as two, connect(one, two) as client:
+            with pytest.raises(TeacherMismatch, match="serves"):
+                client.handshake(**STUDENT)
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Preflight checks of the prompts of a run: distinct, with what rewards and losses need of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.data.tables import short
+from hybrid_gkd.errors import DataError
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.ppo.steps import make_sampler
+from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
+from hybrid_gkd.types import Task
+
+
+def check_distinct(facts: Facts) -> None:
+    """Raise DataError if all prompts have the same tokens although their texts differ."""
+    prompts = facts.train_prompts or facts.val_prompts
+    if len({prompt.text for prompt in prompts}) < 2:
+        return
+    for name, reader in (("token_ids", "student"), ("teacher_ids", "teacher")):
+        found = [getattr(prompt, name) for prompt in prompts]
+        if found[0] is not None and all(np.array_equal(found[0], ids) for ids in found):
+            key = "data.val_files" if facts.config.trainer.val_only else "data.train_files"
+            raise DataError(
+                f"{key}: all {len(prompts)} prompts have the same tokens for the {reader}, "
+                f"{short(facts.tokenizer.decode(found[0]))}, although their texts differ: its chat template drops the "
+                "prompt, or data.truncation cuts it off"
+            )
+
+
+def check_given_answers(config: Config, prompts: list[Task]) -> str:
+    """Return the number of given completions as text. Raises DataError if a required one is missing."""
+    key = config.data.response_key
+    if key is None:
+        return ""
+    missing = [prompt for prompt in prompts if prompt.response_ids is None]
+    if len(missing) == len(prompts):
+        raise DataError(f"data.train_files: no row has a completion in the column {key!r} (data.response_key)")
+    for needs, rule in (
+        (config.trainer.warmup_steps_sft > 0, "trainer.warmup_steps_sft"),
+        (config.is_sft, "distillation.enabled=false without distillation.on_policy_fraction"),
+    ):
+        if missing and needs:
+            raise DataError(
+                f"data.train_files: {len(missing)} of {len(prompts)} rows have no completion in the column {key!r} "
+                f"(data.response_key), first row {missing[0].row}; {rule} trains on given completions only"
+            )
+    return f" ({len(prompts) - len(missing)} with a given completion)"
+
+
+def check_data_sources(facts: Facts) -> None:
+    """Check that by_data_source has a function for every row. Raises DataError; ConfigError: a library is missing."""
+    if "by_data_source" not in (facts.reward or {}):
+        return
+    sources = {prompt.data_source for prompt in (*facts.train_prompts, *facts.val_prompts)}
+    if {"math", "math_dapo"} & set(map(function_of_source, sources)):
+        check_math_verify()
+    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
+        for prompt in prompts:
+            if function_of_source(prompt.data_source) is None:
+                raise DataError(
+                    f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
+                    f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
+                    f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
+                )
+
+
+def describe_dropped_prompts(config: Config, prompts: list[Task], steps: int) -> str:
+    """Return a note on prompts that the last epoch leaves out; empty if there are none or the steps are configured."""
+    if config.trainer.val_only:
+        return ""
+    if config.algorithm.filter_groups.enable:
+        return "; a step draws further prompts to replace uninformative groups (algorithm.filter_groups)"
+    sampler = make_sampler(config.data, prompts)
+    full, left = sampler.num_steps(config.trainer.total_epochs)
+    if steps != full or not left:
+        return ""
+    return (
+        f"; {left} of {sampler.num_prompts} prompts are left out of the last epoch, since they do not fill a batch of "
+        f"{config.data.train_batch_size} (data.train_batch_size)"
+    )

@@ -1,0 +1,188 @@
+"""Inputs that would fail after minutes, or never, are refused by the checks of a run with their name."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.data import chat_template
+from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError, ModelError
+from hybrid_gkd.launch import preflight
+from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.teacher import local_weights
+from hybrid_gkd.models.tokenizer import load_tokenizer
+from hybrid_gkd.ppo.resuming import TEACHER_WEIGHTS
+from hybrid_gkd.runtime import imports
+from hybrid_gkd.testing import make_tiny_model
+
+PATHS = ("actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
+NESTED = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tiny_model(tmp_path / "student")
+    make_tiny_model(tmp_path / "teacher")
+    write_rows(tmp_path, 3)
+    return tmp_path
+
+
+def write_rows(folder, number):
+    rows = (json.dumps({"prompt": f"What is {row}?", "answer": "1"}) + "\n" for row in range(number))
+    (folder / "train.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def check(folder, *overrides):
+    return check_all(load_config([
+        f"actor_rollout_ref.model.path={folder}/student", f"actor_rollout_ref.teacher.model.path={folder}/teacher",
+        f"data.train_files={folder}/train.jsonl", "data.train_batch_size=1", "data.max_prompt_length=32",
+        "data.max_response_length=16", f"trainer.default_local_dir={folder}/out", "trainer.device=cpu",
+        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.backend=hf", *overrides,
+    ]))  # fmt: skip
+
+
+def set_template(folder, template):
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_an_endless_chat_template_has_a_deadline(folder, monkeypatch):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.3)
+    set_template(folder / "student", NESTED)
+    with pytest.raises(DataError, match=r"row 1: the chat template of .*/student did not render it within 0\.3 s"):
+        check(folder)
+
+
+@pytest.mark.slow
+def test_an_endless_template_of_the_teacher_is_named_by_its_key(folder, monkeypatch):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.3)
+    with pytest.raises(DataError, match=r"actor_rollout_ref\.teacher\.chat_template did not render it within"):
+        check(folder, f"actor_rollout_ref.teacher.chat_template='{NESTED}'")
+
+
+@pytest.mark.slow
+def test_the_output_of_a_chat_template_is_bounded_by_its_input(folder):
+    set_template(folder / "student", "{{ messages[0].content }}{{ 'x' * 30000000 }}")
+    with pytest.raises(DataError, match=r"the chat template of .*/student makes 300000\d\d characters of \d+, the lim"):
+        check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [
+    "{{ 'A:' }}", "{% if messages[0].content == 'Hi' %}{{ messages[0].content }}{% endif %}A:",
+])  # fmt: skip
+def test_a_chat_template_that_drops_the_prompt_is_refused(folder, template):
+    rule = r"data\.train_files: all 3 prompts have the same tokens for the {}, 'A:', although"
+    with pytest.raises(DataError, match=rule.format("teacher")):
+        check(folder, f'actor_rollout_ref.teacher.chat_template="{template}"')
+    set_template(folder / "student", template)
+    with pytest.raises(DataError, match=rule.format("student")):
+        check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [
+    "reward.custom_reward_function.path={}", "distillation.loss_fn={}:f", "distillation.token_weights={}:f",
+])  # fmt: skip
+def test_a_module_that_loops_at_import_has_a_deadline(folder, monkeypatch, key):
+    monkeypatch.setattr(imports, "IMPORT_SECONDS", 0.3)
+    (folder / "own.py").write_text("while True:\n    pass\n", encoding="utf-8")
+    overrides = [key.format(folder / "own.py")]
+    if "reward" in key:
+        overrides += ["reward.answer_key=answer", "reward.custom_reward_function.name=f"]
+    with pytest.raises(ConfigError, match=r"must be importable within 0\.3 s \(fixed\); got '.*own\.py:f'"):
+        check(folder, *overrides)
+
+
+@pytest.mark.parametrize("override", [
+    "actor_rollout_ref.rollout.temperature=1e-30", "distillation.temperature=1e-30",
+    "actor_rollout_ref.rollout.temperature=1e30", "actor_rollout_ref.rollout.val_kwargs.temperature=1e-30",
+    f"trainer.experiment_name={'x' * 300}", f"trainer.project_name={'é' * 128}", 'trainer.experiment_name="a\\0b"',
+])  # fmt: skip
+def test_values_that_no_run_can_use_are_refused_with_the_configuration(override):
+    with pytest.raises(HybridGKDError, match=rf"{re.escape(override.split('=')[0])}: must be "):
+        load_config([override])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "key"), [
+    ("student", "actor_rollout_ref.model.path"), ("teacher", "actor_rollout_ref.teacher.model.path"),
+])  # fmt: skip
+@pytest.mark.parametrize(("change", "rule"), [
+    (lambda weight: weight.fill_(float("nan")), "has values that are not finite"),
+    (lambda weight: weight.fill_(float("inf")).to(torch.bfloat16), "has values that are not finite"),
+    (lambda weight: weight[:-1].contiguous(), r"has the shape \[\d+, 64\], config\.json needs \[\d+, 64\]"),
+])  # fmt: skip
+def test_weights_that_are_not_finite_or_misshapen_are_refused(folder, who, key, change, rule):
+    file = folder / who / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: change(weights[name].clone())}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{key}: {file}: .*{name} {rule}"):
+        check(folder)
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_cut_is_named(folder):
+    file = folder / "teacher" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=rf"teacher\.model\.path: {file}: it has \d+ bytes, "):
+        check(folder)
+    file.write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match=rf"{file}: it is not a safetensors file"):
+        check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eos", [99999, [256, 99999], -1])
+def test_an_end_that_is_no_token_is_refused(folder, eos):
+    (folder / "student" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"model\.path: .*/student: eos_token_id .* of generation_config\.json .* 260"):
+        check(folder)
+
+
+@pytest.mark.slow
+def test_an_end_in_override_config_that_is_no_token_is_refused(folder):
+    with pytest.raises(HybridGKDError, match=r"eos_token_id 99999 of config\.json or override_config"):
+        check(folder, "actor_rollout_ref.model.override_config={eos_token_id: 99999}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["rollout", "teacher"])
+def test_arguments_that_vllm_does_not_have_are_refused(folder, key):
+    pytest.importorskip("vllm")
+    name = "actor_rollout_ref.rollout.name=vllm" if key == "rollout" else "actor_rollout_ref.teacher.backend=vllm"
+    given = f"actor_rollout_ref.{key}.engine_kwargs.vllm"
+    with pytest.raises(ConfigError, match=rf"{given}: vLLM .* has no argument foo; got"):
+        check(folder, name, f"{given}={{foo: 1, max_num_seqs: 4}}")
+
+
+@pytest.mark.slow
+def test_more_processors_than_a_machine_can_have_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"ray_init\.num_cpus: must be at most \d+ .*; got 1000000"):
+        check(folder, "ray_init.num_cpus=1000000")
+
+
+@pytest.mark.slow
+def test_a_loss_that_does_not_return_has_a_deadline(folder, monkeypatch):
+    monkeypatch.setattr(preflight, "CALL_SECONDS", 0.3)
+    program = "def f(teacher, student, **options):\n    while True:\n        pass\n"
+    (folder / "own.py").write_text(program, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"distillation\.loss_fn: must return within 0\.3 s .*; got '.*own\.py:f'"):
+        check(folder, f"distillation.loss_fn={folder}/own.py:f")
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_local_teacher_are_among_the_settings(folder):
+    """The hash is empty for a model of the hub, whose files need not all be in the cache before it is loaded."""
+    first = check(folder).settings[TEACHER_WEIGHTS]
+    assert first == check(folder).settings[TEACHER_WEIGHTS]
+    make_tiny_model(folder / "teacher", seed=5)
+    assert check(folder).settings[TEACHER_WEIGHTS] != first
+    config = load_config([f"{each}=x/y" for each in ("data.train_files", *PATHS)])
+    assert local_weights(config) == ""
