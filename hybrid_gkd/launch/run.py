@@ -46,6 +46,7 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
+from hybrid_gkd.workers.liveness import check_ray
 from hybrid_gkd.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,12 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         local.check()  # raises for a port in use, before the workers load
         if memory.shares_gpu and loading is None:
             local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
-    check_teacher = local.check if local is not None else lambda: None
+
+    def check_teacher() -> None:
+        check_ray()  # the workers may have nothing to do while the teacher is waited for
+        if local is not None:
+            local.check()
+
     group = start_workers(facts, stack, loading or config, check_teacher=check_teacher)
     if local is not None and memory.teacher is not None:
         local.wait_ready()

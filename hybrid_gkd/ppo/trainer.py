@@ -409,7 +409,8 @@ class PPOTrainer:
             logger.warning("cannot save the state after step %d: %s", self.step, error)
 
     def _log_resume_hint(self) -> None:
-        """Log the checkpoints of an unfinished run and the number of lost steps."""
+        """Log the newest complete checkpoint of an unfinished run, and the number of lost steps."""
+        self.saving.settle()
         lost = self.step - self.saving.step
         left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
         if self.checkpoint is None:

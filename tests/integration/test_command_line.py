@@ -134,6 +134,12 @@ def run_watched(args, environment=None):
         watching.join()
 
 
+def ray_folders(processes):
+    """Folders of Ray's sessions, by the command lines of its processes."""
+    lines = [" ".join(each.cmdline()) for each in processes if each.is_running()]
+    return {Path(found) for line in lines for found in re.findall(r"/\S*/gkd_\w+", line)}
+
+
 def listening_sockets():
     """Inodes of all sockets of this machine that listen for TCP connections."""
     tables = [Path("/proc/net", name).read_text(encoding="utf-8").splitlines()[1:] for name in ("tcp", "tcp6")]
@@ -488,9 +494,14 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
 
 
 @pytest.mark.parametrize(
-    ("victim", "scheduler", "teacher"), [("Worker", "sync", ENGINE), ("hybrid_gkd.teacher", "two_step_off", "hf")]
-)
-def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, teacher):
+    ("victim", "scheduler", "teacher", "name", "saved"), [
+        ("Worker", "sync", ENGINE, "worker 0", 0), ("hybrid_gkd.teacher", "two_step_off", "hf", "teacher", 1),
+        ("gcs_server ", "one_step_off", "hf", "Ray's control store (gcs_server)", 1),
+        ("raylet/raylet ", "sync", "hf", "Ray's raylet", 0),
+    ],
+)  # fmt: skip
+def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, teacher, name, saved):
+    """The state of the last step is lost with the student, and otherwise saved."""
     process = start(
         arguments(
             world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=-1", "trainer.test_freq=0",
@@ -498,23 +509,26 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
         )
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
-    victims = [
-        child for child in psutil.Process(process.pid).children(recursive=True)
-        if victim in " ".join(child.cmdline()) and child.is_running()
-    ]
+    children = psutil.Process(process.pid).children(recursive=True)
+    victims = [child for child in children if victim in " ".join(child.cmdline()) and child.is_running()]
     assert victims
+    folders = ray_folders(children)
+    assert folders
     for child in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     code, _, errors = finish(process)
     assert code == 1
     assert errors.splitlines()[-1].startswith("error: ")
-    assert ("worker 0" if victim == "Worker" else "teacher") in errors.splitlines()[-1]
+    assert name in errors.splitlines()[-1]
     assert "Traceback" not in errors
     assert "Some common causes" not in errors  # a paragraph of Ray's, which is in run.log
-    assert ("no checkpoint to resume from" if victim == "Worker" else "resume from: ") in errors
-    # The state of the last step is lost with the student, and otherwise saved.
-    assert len(list((tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*"))) == (0 if victim == "Worker" else 1)
+    assert ("resume from: " if saved else "no checkpoint to resume from") in errors
+    folder = tmp_path / "hybrid_gkd" / "gkd"
+    assert len(list(folder.glob("global_step_*"))) == saved
+    last = json.loads((folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert name in last["error"]
+    assert not [each for each in folders if each.exists()]
 
 
 def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, capsys):
