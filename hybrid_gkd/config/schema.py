@@ -48,6 +48,9 @@ class DataConfig:
     The same as train_files={answers.jsonl: 1, others.jsonl: 0.25}."""
     val_files: Any = None
     """Like train_files; null disables validation."""
+    max_unpacked_gigabytes: float = field(default=4.0, metadata=rules.POSITIVE)
+    """Limit of the text of a .gz or .zst file, GB; a small file may unpack to more than the memory. Lines of JSON and
+    of CSV are read as a stream, so that only the columns that are used count."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     response_key: str | None = None

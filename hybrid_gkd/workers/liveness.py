@@ -74,7 +74,7 @@ class Liveness:
 
 
 _watched: list[Liveness] = []
-"""Of the cluster that this process is connected to."""
+"""The cluster that this process is connected to."""
 
 
 def watch_ray(folder: Path | None) -> None:
