@@ -46,10 +46,11 @@ class Liveness:
         self.lost: str | None = None
         """Name of the first process that has ended."""
 
-    def check(self) -> None:
+    def check(self, *, raylet_only: bool = False) -> None:
         """Look, at most once a second. Raises RayLost the first time that a process has ended.
 
-        Later calls do nothing, so that the waits of the shutdown end by their own deadlines.
+        Later calls do nothing, so that the waits of the shutdown end by their own deadlines. `raylet_only`: the end of
+        the control store is left to a later call.
         """
         now = time.monotonic()
         if self.lost is not None or now < self._next_look:
@@ -60,7 +61,8 @@ class Liveness:
                 socket.create_connection((host, port), timeout=EVERY_SECONDS).close()
                 self._silent_since.pop(name, None)
             except OSError as error:
-                if now - self._silent_since.setdefault(name, now) >= self._patience:
+                over = now - self._silent_since.setdefault(name, now) >= self._patience
+                if over and (name == RAYLET or not raylet_only):
                     self.lost = name
                     self._log_last_lines(name)
                     raise RayLost(f"Ray's {name} at {host}:{port} has ended: {error}") from error
@@ -92,10 +94,10 @@ def forget_ray() -> None:
     _watched.clear()
 
 
-def check_ray() -> None:
-    """Raise RayLost the first time that a process of Ray has ended."""
+def check_ray(*, raylet_only: bool = False) -> None:
+    """Raise RayLost the first time that a process of Ray has ended; see `Liveness.check`."""
     for each in _watched:
-        each.check()
+        each.check(raylet_only=raylet_only)
 
 
 def lost_process() -> str | None:

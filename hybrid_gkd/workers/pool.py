@@ -52,6 +52,7 @@ DESCRIPTIONS = {
 """Descriptions of worker methods for wait messages, where the name is not clear."""
 
 
+CHANGES_WEIGHTS = ("update", "update_critic")
 Calls = dict[Any, tuple["Pool", int]]
 """Ray reference of a call -> its pool and rank."""
 
@@ -292,7 +293,8 @@ def gather(
             pause = max(0.0, min(CHECK_SECONDS, deadline - time.monotonic()))
             ready, _ = ray.wait(list(left), num_returns=1, timeout=pause)
             check()
-            check_ray()
+            # An update ends also without the control store; its weights can then be saved.
+            check_ray(raylet_only=method in CHANGES_WEIGHTS)
             if not ready and time.monotonic() < deadline:
                 continue
             if not ready:

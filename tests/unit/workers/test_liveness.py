@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from hybrid_gkd.workers import liveness
-from hybrid_gkd.workers.liveness import RAYLET, Liveness, RayLost
+from hybrid_gkd.workers.liveness import CONTROL_STORE, RAYLET, Liveness, RayLost
 
 
 @pytest.fixture
@@ -42,3 +42,12 @@ def test_a_pause_within_the_patience_is_none(listener):
     ray.check()
     ray.check()
     assert ray.lost is None
+
+
+def test_the_end_of_the_control_store_is_left_to_a_call_that_may_be_interrupted(listener):
+    ray = Liveness({CONTROL_STORE: listener.getsockname()}, 0.0)
+    listener.close()
+    ray.check(raylet_only=True)
+    assert ray.lost is None
+    with pytest.raises(RayLost, match=r"control store \(gcs_server\)"):
+        ray.check()
