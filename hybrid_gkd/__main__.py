@@ -15,10 +15,17 @@ from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
 
+SUPERVISE = "--supervise"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments, switches={SUPERVISE: "restart the run from its newest checkpoint after a fault"})
+    if options.supervise and not options.dry_run:
+        from hybrid_gkd.launch.supervise import supervise
+
+        return supervise(options, [each for each in arguments if each != SUPERVISE])
     return run_command(lambda stopping: start(options, stopping), debug=options.debug)
 
 

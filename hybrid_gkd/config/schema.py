@@ -180,6 +180,9 @@ class TrainerConfig:
     grace_period: float = field(default=60.0, metadata=rules.NOT_NEGATIVE)
     """Seconds to finish and save the current step after Ctrl-C, SIGTERM or a closed terminal; 0 or a second signal ends
     the run at once. It must be enough for a step and a checkpoint, possibly after one that is being written."""
+    max_restarts: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """With --supervise: largest number of restarts of a run that ends by a fault, each from its newest checkpoint; 0
+    takes 20. Without --supervise there are none."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the workers; auto = cuda if a GPU is visible to the process that starts the run."""
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)

@@ -33,7 +33,7 @@ from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.page import REPORT
-from hybrid_gkd.reporting.starts import recorded_start
+from hybrid_gkd.reporting.starts import recorded_start, reliability
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
@@ -131,6 +131,7 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
             trainer = assemble(facts, stack, stopping)
             freeze_gc()
             is_ready()
+            trainer.constant_metrics = reliability(config.run_dir)
             # Without checkpoints there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only
             with stopping.deferred_to_step_end(config.trainer.grace_period if saves else 0.0):
