@@ -495,7 +495,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
 
 @pytest.mark.parametrize(
     ("victim", "scheduler", "teacher", "name", "saved"), [
-        ("Worker", "sync", ENGINE, "worker 0", 0), ("hybrid_gkd.teacher", "two_step_off", "hf", "teacher", 1),
+        ("Worker", "sync", ENGINE, "worker 0", 0),
         ("gcs_server ", "one_step_off", "hf", "Ray's control store (gcs_server)", 1),
         ("raylet/raylet ", "sync", "hf", "Ray's raylet", 0),
     ],
@@ -529,6 +529,47 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
     last = json.loads((folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     assert name in last["error"]
     assert not [each for each in folders if each.exists()]
+
+
+def test_a_killed_teacher_of_the_run_is_started_again_and_no_step_is_lost(world, tmp_path):
+    """Broker and worker; generation runs ahead meanwhile."""
+    process = start(arguments(
+        world, tmp_path, "trainer.total_training_steps=30", "trainer.save_freq=0", "trainer.test_freq=0",
+        "trainer.scheduler=two_step_off", *HF,
+    ))  # fmt: skip
+    wait_for(logged_step(tmp_path, 1), "step 1")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "hybrid_gkd.teacher" in " ".join(child.cmdline()):
+                child.kill()
+    code, _, errors = finish(process)
+    assert code == 0, errors
+    assert "the teacher of this run was killed by SIGKILL (out of memory?), restart 1 of 5; its log: " in errors
+    assert sorted(rows_of(tmp_path)) == list(range(31))
+
+
+def test_a_supervised_run_whose_driver_is_killed_ends_as_an_uninterrupted_one(finished, world, tmp_path):
+    """Also with a part of Ray killed afterwards; nothing is left of any start."""
+    process = start([*arguments(world, tmp_path, "trainer.save_freq=1", *HF), "--supervise"])
+    supervisor = psutil.Process(process.pid)
+    for step, victim in ((1, "-m hybrid_gkd actor"), (2, "raylet/raylet ")):
+        wait_for(logged_step(tmp_path, step), f"step {step}")
+        for child in supervisor.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if victim in " ".join(child.cmdline()):
+                    child.kill()
+    code, _, errors = finish(process, timeout=600)
+    assert code == 0, errors
+    rows = rows_of(tmp_path)
+    assert sorted(rows) == list(range(5))
+    log = (tmp_path / "hybrid_gkd" / "gkd" / "run.log").read_text(encoding="utf-8")
+    assert " WARNING restart 1 of 20 in 2 s, since step " in log
+    if "restart 2 of 20" in log:  # else the run had ended before
+        assert rows[4]["reliability/restarts"] == 2
+        assert rows[4]["reliability/seconds_lost"] > 0
+    whole = rows_of(finished[0])
+    for name in FIRST_BATCH:
+        assert rows[1][name] == pytest.approx(whole[1][name], rel=1e-2), name
 
 
 def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, capsys):
