@@ -11,17 +11,15 @@ import sys
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
-from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run_command
+from hybrid_gkd.launch.command_line import SUPERVISE, changed_from_recipe, load, parse, run_command
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
-
-SUPERVISE = "--supervise"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse(arguments, switches={SUPERVISE: "restart the run from its newest checkpoint after a fault"})
+    options = parse(arguments)
     if options.supervise and not options.dry_run:
         from hybrid_gkd.launch.supervise import supervise
 

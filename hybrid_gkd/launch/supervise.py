@@ -40,7 +40,7 @@ ORPHANS_SECONDS = 30.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Supervisor:
+class RestartLoop:
     """Runs `python -m hybrid_gkd` with these arguments until it succeeds, or a restart is of no use.
 
     Signals are passed on to the run, and end the supervision.
@@ -188,4 +188,4 @@ def supervise(options: argparse.Namespace, arguments: list[str]) -> int:
     config, problems = examine_config(options.overrides, config_name=name, config_path=options.config_path)
     if config is None or problems:  # the run prints the errors
         return subprocess.run([sys.executable, "-m", "hybrid_gkd", *arguments], env=child_environment()).returncode
-    return Supervisor(config, arguments).run()
+    return RestartLoop(config, arguments).run()

@@ -306,7 +306,7 @@ def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_tea
             wait_until(lambda: status_of(own_teacher).num_workers == 2, "for the worker to come back")
 
 
-def test_a_killed_service_of_a_run_is_started_again_a_few_times(model_path, own_teacher, reference, monkeypatch, caplog):
+def test_a_killed_service_of_a_run_is_started_again(model_path, own_teacher, reference, monkeypatch, caplog):
     monkeypatch.setattr(local, "MAX_RESTARTS", 1)
     batch, address = make_readings(8), own_teacher.address
     with connected(model_path, own_teacher) as client:
