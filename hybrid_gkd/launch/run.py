@@ -187,7 +187,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
     elif config.distillation.enabled and not section.is_stored:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
-    stack.enter_context(ray_cluster(config, memory.device))
+    stack.enter_context(ray_cluster(config, memory.device, config.run_dir))
     if local is not None:
         local.check()  # raises for a port in use, before the workers load
         if memory.shares_gpu and loading is None:

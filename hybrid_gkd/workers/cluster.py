@@ -49,8 +49,10 @@ def _check_reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Config, device: str) -> Iterator[None]:
+def ray_cluster(config: Config, device: str, run_dir: Path | None = None) -> Iterator[None]:
     """Connect to the cluster of `ray_init.address`, or start one on this machine and stop it at the end.
+
+    If this process is killed, that is recorded in `run_dir`, if given.
 
     Raises:
         WorkerError: Ray could not start or be reached.
@@ -71,7 +73,9 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         group = folder = None
         if init.address is None:
             folder = stack.enter_context(private_folder())
-            group = stack.enter_context(own_group(folder, config.run_dir))
+        guarded = stack.enter_context(own_group(folder, run_dir))
+        if folder is not None:
+            group = guarded
             stack.enter_context(private_token(folder / "token"))
             # Below the private folder: Ray opens its own to everyone.
             options |= {"_temp_dir": str(folder / "r"), "_system_config": SYSTEM_CONFIG}

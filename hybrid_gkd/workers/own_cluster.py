@@ -65,13 +65,14 @@ def private_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def own_group(folder: Path, run_dir: Path) -> Iterator[int]:
+def own_group(folder: Path | None, run_dir: Path | None) -> Iterator[int]:
     """Create a process group; all of its processes, the guard included, have ended at the end of the block.
 
-    If this process is killed, the guard removes `folder` and records that in the log and the starts of `run_dir`.
+    If this process is killed, the guard removes `folder`, and records that in the log and the starts of `run_dir`, if
+    given.
     """
     with subprocess.Popen(
-        ["sh", "-c", GUARD, str(folder), str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        ["sh", "-c", GUARD, str(folder or ""), str(run_dir or "")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, process_group=0,
     ) as guard:  # fmt: skip
         try:
