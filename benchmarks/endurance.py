@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/endurance.py --kills 30
 
 The run trains a tiny student from a tiny teacher on this machine's CPU with `--supervise`. A part is killed by SIGKILL
-when the run has trained at least two steps since the last one; the seconds are those until it has trained a step that it
-had not reached before. Times of a larger run are those of loading its models.
+when the run has trained at least two steps since the last one. The seconds are those until it has trained a step that
+it had not reached before; a larger run takes as long as its models take to load.
 """
 
 from __future__ import annotations

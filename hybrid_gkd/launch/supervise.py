@@ -34,7 +34,8 @@ BAD_INPUT = ("ConfigError", "DataError", "ModelError", "SeveralErrors", "Teacher
 DEFAULT_RESTARTS = 20
 """Limit where `trainer.max_restarts` is 0."""
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-"""Seconds before a restart; doubled by each one."""
+"""Seconds before a restart; doubled by each one after a start of less than SHORT_START seconds."""
+SHORT_START = 600.0
 ORPHANS_SECONDS = 30.0
 """Time for processes of a run that was killed to end and to free their memory."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,9 +61,9 @@ class RestartLoop:
         with contextlib.suppress(AttributeError, OSError):  # Linux only: adopt what a killed run leaves
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         with self._passing_signals():
-            restarts = 0
+            restarts = short = 0
             while True:
-                known = len(read_starts(self._run_dir))
+                known, began = len(read_starts(self._run_dir)), time.monotonic()
                 code = self._start(resume=restarts > 0)
                 error = self._fault(code, known, is_first=restarts == 0)
                 if error is None:
@@ -74,7 +75,8 @@ class RestartLoop:
                     why = f"step {step} has failed twice" if self._failures[step] > 1 else limit
                     self._log(f"the run is not started again: {why}; the last error: {error}")
                     return code if code > 0 else 1
-                pause, restarts = min(LONGEST_PAUSE, FIRST_PAUSE * 2**restarts), restarts + 1
+                short = short + 1 if time.monotonic() < began + SHORT_START else 0
+                pause, restarts = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, short - 1)), restarts + 1
                 self._log(f"restart {restarts} of {self._most} in {pause:.0f} s, since step {step} has failed: {error}")
                 append_row(self._run_dir, {"restart": time.time(), "failed_step": step, "reason": error, **lost})
                 deadline = time.monotonic() + pause

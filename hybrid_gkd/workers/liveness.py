@@ -61,7 +61,9 @@ class Liveness:
                 socket.create_connection((host, port), timeout=EVERY_SECONDS).close()
                 self._silent_since.pop(name, None)
             except OSError as error:
-                over = now - self._silent_since.setdefault(name, now) >= self._patience
+                # Other errors than a refusal are those of a network, or of a process that is only slow.
+                patience = self._patience if isinstance(error, ConnectionRefusedError) else GIVEN_PATIENCE
+                over = now - self._silent_since.setdefault(name, now) >= patience
                 if over and (name == RAYLET or not raylet_only):
                     self.lost = name
                     self._log_last_lines(name)
