@@ -69,13 +69,14 @@ class TeacherProcess:
 
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._start("wb")
+        self._log_path.write_bytes(b"")
+        self._start()
         return self
 
-    def _start(self, mode: str, *options: str) -> None:
-        """Start the service; `mode` opens its log, `options` come after the others."""
+    def _start(self, *options: str) -> None:
+        """Start the service; `options` come after the others."""
         self._started, self._began = time.monotonic(), time.time()
-        with open(self._log_path, mode) as log_file:
+        with open(self._log_path, "ab") as log_file:
             # A separate session: Ctrl-C in the terminal reaches only the trainer, which stops the teacher last.
             self._process = subprocess.Popen(
                 [*self._command, *options], stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
@@ -91,7 +92,7 @@ class TeacherProcess:
         )  # fmt: skip
         self._ready_file.unlink()
         port, worker_port = (address.rpartition(":")[2] for address in (self.address, self.worker_address))
-        self._start("ab", f"--port={port}", f"--worker-port={worker_port}")
+        self._start(f"--port={port}", f"--worker-port={worker_port}")
 
     def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:

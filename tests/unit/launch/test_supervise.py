@@ -58,7 +58,8 @@ sys.exit(__main__.main(sys.argv[2:]))
 def arguments(tmp_path, plan, *overrides):
     """The supervisor of a script that does what its starts are to do, one after the other, the last one for good."""
     folder, script = tmp_path / "hybrid_gkd" / "gkd", tmp_path / "run"
-    script.write_text(RUN.format(python=sys.executable, folder=str(folder), plan=plan, length=len(plan)))
+    text = RUN.format(python=sys.executable, folder=str(folder), plan=plan, length=len(plan))
+    script.write_text(text, encoding="utf-8")
     script.chmod(stat.S_IRWXU)
     own = ["data.train_files=a.jsonl", "actor_rollout_ref.model.path=m", "actor_rollout_ref.teacher.server_ip=t"]
     own += [f"trainer.default_local_dir={tmp_path}", *overrides]
