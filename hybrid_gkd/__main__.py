@@ -11,14 +11,19 @@ import sys
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
-from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run_command
+from hybrid_gkd.launch.command_line import SUPERVISE, changed_from_recipe, load, parse, run_command
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    if options.supervise and not options.dry_run:
+        from hybrid_gkd.launch.supervise import supervise
+
+        return supervise(options, [each for each in arguments if each != SUPERVISE])
     return run_command(lambda stopping: start(options, stopping), debug=options.debug)
 
 

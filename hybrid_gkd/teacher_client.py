@@ -372,7 +372,7 @@ class TeacherClient:
         if request.num_failures > self._max_retries:
             self._fail(request, error)
         else:
-            self._repeat(request, str(error))
+            self._repeat(request, str(error), wait=BUSY_WAIT_SECONDS * 2 ** (request.num_failures - 1))
 
     def _repeat(self, request: Request, problem: str, *, wait: float = 0.0) -> None:
         request.connection, request.problem, request.send_at = None, problem, time.monotonic() + wait

@@ -76,6 +76,8 @@ RUN_ELSEWHERE = {
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --json": _DASHBOARD,
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
     "bash run_gkd.sh --config-name gpu_demo": _GPU_DEMO,
+    "bash run_gkd.sh --supervise --config-name gpu_demo trainer.save_freq=20":
+        f"{_COMMAND_LINE}::test_a_supervised_run_whose_driver_is_killed_ends_with_all_of_its_steps",
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_a_critic_raises_the_accuracy",
     "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
         f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",

@@ -1,10 +1,14 @@
-"""Restrict a local Ray cluster to the loopback interface, for which Ray has no option."""
+"""Restrict a local Ray cluster to the loopback interface and to a token of its own, for which Ray has no options."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -28,3 +32,34 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = there
+
+
+@contextlib.contextmanager
+def private_token(file: Path) -> Iterator[None]:
+    """Write a new token to `file`, readable by this user only; all Ray processes of the block require it.
+
+    Ray's own token is the same for all clusters of a user, in a file that others can read. Resets what Ray has cached
+    of its environment variables (`ray._raylet`). Tested with Ray 2.60.
+    """
+    from ray import _raylet
+
+    raylet: Any = _raylet  # without types
+
+    def reread() -> None:
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    with open(file, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as written:
+        written.write(secrets.token_hex(32))
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")  # the last one would replace the file
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+    reread()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        reread()

@@ -48,6 +48,9 @@ class DataConfig:
     The same as train_files={answers.jsonl: 1, others.jsonl: 0.25}."""
     val_files: Any = None
     """Like train_files; null disables validation."""
+    max_unpacked_gigabytes: float = field(default=4.0, metadata=rules.POSITIVE)
+    """Limit of the text of a .gz or .zst file, GB; a small file may unpack to more than the memory. Lines of JSON and
+    of CSV are read as a stream, so that only the columns that are used count."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     response_key: str | None = None
@@ -177,6 +180,9 @@ class TrainerConfig:
     grace_period: float = field(default=60.0, metadata=rules.NOT_NEGATIVE)
     """Seconds to finish and save the current step after Ctrl-C, SIGTERM or a closed terminal; 0 or a second signal ends
     the run at once. It must be enough for a step and a checkpoint, possibly after one that is being written."""
+    max_restarts: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """With --supervise: largest number of restarts of a run that ends by a fault, each from its newest checkpoint; 0
+    takes 20. Without --supervise there are none."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the workers; auto = cuda if a GPU is visible to the process that starts the run."""
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)

@@ -24,7 +24,7 @@ from hybrid_gkd.data.given import (
     split_chat,
     tokenize_completion,
 )
-from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
+from hybrid_gkd.data.tables import UNPACKED_BYTES, Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Task
 
@@ -77,6 +77,7 @@ def read_rows(
     entries: list[str], *, key: str, prompt_key: str = "prompt", answer_key: str | None = None,
     data_source_key: str = DATA_SOURCE, extra_info: bool = False, response_key: str | None = None,
     excluded_spans_key: str | None = None, teacher_prompt_key: str | None = None, weights: list[float] | None = None,
+    unpacked_bytes: float = UNPACKED_BYTES,
 ) -> list[Rows]:  # fmt: skip
     """Read all tables of a configuration key: files, patterns, folders and hub data sets.
 
@@ -92,6 +93,7 @@ def read_rows(
         excluded_spans_key: column of the character ranges of given completions that are not trained on.
         teacher_prompt_key: column of prompts for the teacher, as those of prompt_key; null takes the student's.
         weights: of each entry; None: 1.
+        unpacked_bytes: limit of the size of a compressed file's text.
 
     Raises:
         DataError: errors in the data, of several tables together.
@@ -102,7 +104,7 @@ def read_rows(
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     # Resolve all entries first: a long download must not delay an error.
-    sources = call_all(functools.partial(find_sources, [entry], key) for entry in entries)
+    sources = call_all(functools.partial(find_sources, [entry], key, unpacked_bytes) for entry in entries)
     return call_all(
         functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns, weight)
         for entry, weight in zip(sources, weights or [1.0] * len(sources), strict=True)

@@ -1,11 +1,13 @@
 """Read tables from the entries of data.train_files: files, patterns, folders, hub data sets.
 
-Text files are read with the standard library, which keeps values as written. Messages name the configuration key, the
-entry, the row (1-based) and the value.
+Text files are read as streams with the standard library, which keeps values as written. Messages name the configuration
+key, the entry, the row (1-based) and the value.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import functools
 import glob
@@ -16,10 +18,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from hybrid_gkd.errors import DataError, call_all
 from hybrid_gkd.runtime.hub import check_hub
@@ -32,6 +34,9 @@ OTHER_SUFFIXES = {".zip", ".bz2", ".xz", ".tsv", ".txt", ".arrow"}
 HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` of the datasets library writes for a data set, and for a dictionary of splits."""
+UNPACKED_BYTES = 4e9
+"""Default of `data.max_unpacked_gigabytes`, in bytes."""
+READ_BYTES = 2**20
 Table = tuple[list[str], list[dict[str, Any]]]
 """Names of all columns, and rows with the requested columns."""
 
@@ -52,19 +57,20 @@ class Source:
     """Function of the beginning of messages, and the names of the requested columns."""
 
 
-def find_sources(entries: list[str], key: str) -> list[Source]:
+def find_sources(entries: list[str], key: str, unpacked_bytes: float = UNPACKED_BYTES) -> list[Source]:
     """Return the tables of the entries of a configuration key; patterns in the order of matching names.
 
-    Reads and downloads nothing. Raises DataError for each entry that does not exist.
+    Reads and downloads nothing. Raises DataError for each entry that does not exist. `unpacked_bytes`: limit of the
+    size of a compressed file's text.
     """
-    return list(itertools.chain(*call_all(functools.partial(_find, entry, key) for entry in entries)))
+    return list(itertools.chain(*call_all(functools.partial(_find, entry, key, unpacked_bytes) for entry in entries)))
 
 
-def _find(entry: str, key: str) -> list[Source]:
+def _find(entry: str, key: str, unpacked_bytes: float) -> list[Source]:
     path, name = Path(entry).expanduser(), entry.lower()
     folder, colon, split = entry.rpartition(":")
     if path.is_file():
-        return [Source(entry, _file_reader(path, entry, key))]
+        return [Source(entry, _file_reader(path, entry, key, unpacked_bytes))]
     if path.is_dir():
         return [Source(entry, _folder_reader(path, None))]
     if colon and Path(folder).expanduser().is_dir():
@@ -73,7 +79,7 @@ def _find(entry: str, key: str) -> list[Source]:
         matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:
             raise DataError(f"{key}: the pattern matches no file: {entry!r}")
-        return [source for match in matches for source in _find(match, key)]
+        return [source for match in matches for source in _find(match, key, unpacked_bytes)]
     if entry.startswith(("/", ".", "~")) or name.endswith((*SUFFIXES, *COMPRESSED, *OTHER_SUFFIXES)):
         raise DataError(f"{key}: file not found: {entry!r}")
     hub = HUB_NAME.fullmatch(entry)
@@ -103,7 +109,9 @@ def short_names(names: list[str]) -> list[str]:
         shown = longer
 
 
-def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[str]], Table]:
+def _file_reader(
+    path: Path, entry: str, key: str, unpacked_bytes: float
+) -> Callable[[str, Container[str]], Table]:
     codec = COMPRESSED.get(path.suffix.lower())
     suffix = Path(path.stem if codec else path.name).suffix.lower()
     if suffix not in SUFFIXES or (codec and suffix == ".parquet"):
@@ -111,8 +119,13 @@ def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[s
         raise DataError(f"{key}: must end in one of {endings}; got {entry!r}")
     if suffix == ".parquet":
         return lambda where, wanted: _read_parquet(path, wanted)
-    read = _read_csv if suffix == ".csv" else _read_json
-    return lambda where, wanted: read(_text(path, codec, where), where, wanted)
+    parse, newline = (_read_csv, "") if suffix == ".csv" else (_read_json, None)
+
+    def read(where: str, wanted: Container[str]) -> Table:
+        with _open_text(path, codec, where, unpacked_bytes, newline) as file:
+            return parse(file, where, wanted)
+
+    return read
 
 
 def _folder_reader(folder: Path, split: str | None) -> Callable[[str, Container[str]], Table]:
@@ -143,35 +156,88 @@ def _read_parquet(path: Path, wanted: Container[str]) -> Table:
         return names, parquet.read(columns=[name for name in names if name in wanted]).to_pylist()
 
 
-def _text(path: Path, codec: str | None, where: str) -> str:
-    content = path.read_bytes()
-    if codec is not None:
-        import pyarrow
+class _Unpacked(io.RawIOBase):
+    """The text of a compressed file as a stream of bytes. Raises DataError beyond `limit` bytes."""
 
-        with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), codec) as stream:
-            content = stream.read()
+    def __init__(self, packed: Any, where: str, limit: float):
+        self._packed, self._where, self._limit, self._size = packed, where, limit, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._packed.read(len(buffer))
+        buffer[: len(block)] = block
+        self._size += len(block)
+        if self._size > self._limit:
+            rule = f"its text must have at most {self._limit / 1e9:g} GB (data.max_unpacked_gigabytes)"
+            raise DataError(f"{self._where}: {rule}; it has more")
+        return len(block)
+
+
+@contextlib.contextmanager
+def _open_bytes(path: Path, codec: str | None, where: str, limit: float) -> Iterator[BinaryIO]:
+    if codec is None:
+        with path.open("rb") as file:
+            yield file
+        return
+    import pyarrow
+
+    with pyarrow.OSFile(str(path)) as packed, pyarrow.CompressedInputStream(packed, codec) as stream:
+        yield io.BufferedReader(_Unpacked(stream, where, limit), READ_BYTES)
+
+
+@contextlib.contextmanager
+def _open_text(path: Path, codec: str | None, where: str, limit: float, newline: str | None) -> Iterator[TextIO]:
+    """Open a text file, without a byte order mark. Raises DataError with the place of what is not UTF-8."""
     try:
-        text = content.decode().removeprefix("\ufeff")
+        with _open_bytes(path, codec, where, limit) as file:
+            with io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
+                yield text
     except UnicodeDecodeError as error:
-        line, found = content.count(b"\n", 0, error.start) + 1, content[error.start]
-        rule = f"must be UTF-8 text; got 0x{found:02x} at byte {error.start}"
-        raise DataError(f"{where}, line {line}: {rule}") from error
-    if not text or text.isspace():
+        with _open_bytes(path, codec, where, limit) as file:
+            raise _not_utf8(file, where) from error
+
+
+def _not_utf8(file: BinaryIO, where: str) -> DataError:
+    """Read a file again, and return the error with line and byte of the first sequence that is not UTF-8."""
+    decoder, start, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    while True:
+        block = file.read(READ_BYTES)
+        start -= len(decoder.getstate()[0])  # the beginning of a character, decoded with this block
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            line += error.object.count(b"\n", 0, error.start)
+            rule = f"must be UTF-8 text; got 0x{error.object[error.start]:02x} at byte {start + error.start}"
+            return DataError(f"{where}, line {line}: {rule}")
+        assert block, "the file has changed"
+        start += len(block)
+        line += block.count(b"\n")
+
+
+def _read_json(file: TextIO, where: str, wanted: Container[str]) -> Table:
+    """Parse rows from one object per line, from one list of objects, or from one object on several lines.
+
+    The first of these is read line by line.
+    """
+    rest = filter(str.strip, file)
+    first = next(rest, "")
+    if not first:
         raise DataError(f"{where}: the file is empty")
-    return text
-
-
-def _read_json(text: str, where: str, wanted: Container[str]) -> Table:
-    """Parse rows from one object per line, from one list of objects, or from one object on several lines."""
-    values: Iterable[Any]
-    try:
-        whole = json.loads(text)
-        values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
-    except json.JSONDecodeError as error:
-        if text.lstrip().startswith("[") and error.msg != "Extra data":
-            raise
-        lines = (match[0].strip() for match in re.finditer(r"[^\r\n]+", text))  # without a copy of all of it
-        values = (_json_object(line, f"{where}, row {row}") for row, line in enumerate(filter(None, lines), 1))
+    lines: Iterator[str] = itertools.chain([first], rest)
+    values: Iterable[Any] | None = None
+    if not isinstance(_json_object(first.strip(), f"{where}, row 1"), dict):
+        text = first + file.read()
+        lines = filter(str.strip, io.StringIO(text))
+        try:
+            whole = json.loads(text)
+            values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
+        except json.JSONDecodeError as error:
+            if text.lstrip().startswith("[") and error.msg != "Extra data":
+                raise
+    if values is None:
+        values = (_json_object(line.strip(), f"{where}, row {row}") for row, line in enumerate(lines, 1))
     names: dict[str, None] = {}
     rows = []
     for row, value in enumerate(values, 1):
@@ -203,15 +269,17 @@ def _json_object(line: str, where: str) -> Any:
     return value if isinstance(value, dict) else line
 
 
-def _read_csv(text: str, where: str, wanted: Container[str]) -> Table:
+def _read_csv(file: TextIO, where: str, wanted: Container[str]) -> Table:
     csv.field_size_limit(sys.maxsize)  # a long prompt may exceed the default, 128 KiB
     # Strict: else an unclosed quote would make the rest of the file one field.
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(file, strict=True)
     lines = (fields for fields in reader if fields and not (len(fields) == 1 and fields[0].isspace()))
     header: list[str] = []
     rows: list[dict[str, Any]] = []
     try:
         header = next(lines, [])
+        if not header:
+            raise DataError(f"{where}: the file is empty")
         columns = [(name, header.index(name)) for name in header if name in wanted]
         for fields in lines:
             if len(fields) != len(header):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.runtime.files import share_as_folder
 
 Row = dict[str, Any]
 
@@ -66,6 +67,7 @@ def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force
     try:
         building.chmod(0o755)  # mkdtemp gives 0o700, and other users may share the cache
         fill(DemoPaths.under(building))
+        share_as_folder(building)
         move_into_place(building, root, key, force)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -29,8 +29,12 @@ VERL = "ppo_trainer"
 """Recipe for commands in the style of verl."""
 
 
+SUPERVISE = "--supervise"
+RUN_SWITCHES = MappingProxyType({SUPERVISE: "restart the run from its newest checkpoint when it ends by a fault"})
+
+
 def parse(
-    arguments: list[str], prog: str = "python -m hybrid_gkd", switches: Mapping[str, str] = MappingProxyType({})
+    arguments: list[str], prog: str = "python -m hybrid_gkd", switches: Mapping[str, str] = RUN_SWITCHES
 ) -> argparse.Namespace:
     """Parse the command line; exit on a usage error. `switches`: further flags and their help texts."""
     parser = make_parser(prog, "On-policy distillation of a student from a teacher.")

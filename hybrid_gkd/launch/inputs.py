@@ -225,6 +225,7 @@ def files(facts: Facts) -> str:
     read = functools.partial(
         read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
         extra_info=reward.custom_reward_function.path is not None, teacher_prompt_key=section.teacher_prompt_key,
+        unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
     )
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only

@@ -35,7 +35,7 @@ from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.page import REPORT
-from hybrid_gkd.reporting.starts import recorded_start
+from hybrid_gkd.reporting.starts import recorded_start, reliability
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
@@ -48,6 +48,7 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
+from hybrid_gkd.workers.liveness import check_ray
 from hybrid_gkd.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
             trainer = assemble(facts, stack, stopping)
             freeze_gc()
             is_ready()
+            trainer.constant_metrics = reliability(config.run_dir)
             # Without checkpoints there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only
             with stopping.deferred_to_step_end(config.trainer.grace_period if saves else 0.0):
@@ -221,12 +223,17 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
     elif config.distillation.enabled and not section.is_stored:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
-    stack.enter_context(ray_cluster(config, memory.device))
+    stack.enter_context(ray_cluster(config, memory.device, config.run_dir))
     if local is not None:
         local.check()  # raises for a port in use, before the workers load
         if memory.shares_gpu and loading is None:
             local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
-    check_teacher = local.check if local is not None else lambda: None
+
+    def check_teacher() -> None:
+        check_ray()  # the workers may have nothing to do while the teacher is waited for
+        if local is not None:
+            local.check()
+
     group = start_workers(facts, stack, loading or config, check_teacher=check_teacher)
     if local is not None and memory.teacher is not None:
         local.wait_ready()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+SETTLE_SECONDS = 5.0
+"""Time for the last part of a checkpoint, after a failure."""
+
+
 @dataclass
 class _PendingCheckpoint:
     """A checkpoint that is being written in the background."""
@@ -111,6 +115,18 @@ class CheckpointWriter:
         self._keep(writing.state)
         text = "saved checkpoint of step %d: %s, written by the workers in %.1f s"
         logger.info(text, step, self.newest, writing.seconds)
+
+    def settle(self) -> None:
+        """After a failure, let a checkpoint whose files are all written become complete, within SETTLE_SECONDS."""
+        writing, self._writing = self._writing, None
+        if writing is None or writing.completing is None:
+            return
+        try:
+            writing.completing.result(SETTLE_SECONDS)
+        except Exception as error:
+            logger.warning("the checkpoint of step %d is not complete: %r", writing.state.step, error)
+        else:
+            self._keep(writing.state)
 
     def _keep(self, state: TrainerState) -> None:
         self.newest, self.step, self.best = self._store.latest(), state.step, state.best

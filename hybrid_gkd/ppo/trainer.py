@@ -113,6 +113,8 @@ class PPOTrainer:
         """Metrics of the validation before training and of the first step, also in a resumed run."""
         self.last_metrics: dict[str, float] = {}
         """Metrics of the newest step and its validation, if any; empty before the first."""
+        self.constant_metrics: dict[str, float] = {}
+        """Metrics that are the same in every report of this start."""
         self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
         """Callbacks that take the samples of a validation and return, by metric, one value per token of each sample,
         [R]; the means are reported. They may run the student."""
@@ -350,7 +352,7 @@ class PPOTrainer:
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}
-        metrics |= self.clock.untimed()
+        metrics |= self.clock.untimed() | self.constant_metrics
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise TrainingError(f"step {self.step}: {bad[0]} is {metrics[bad[0]]}")
@@ -409,7 +411,8 @@ class PPOTrainer:
             logger.warning("cannot save the state after step %d: %s", self.step, error)
 
     def _log_resume_hint(self) -> None:
-        """Log the checkpoints of an unfinished run and the number of lost steps."""
+        """Log the newest complete checkpoint of an unfinished run, and the number of lost steps."""
+        self.saving.settle()
         lost = self.step - self.saving.step
         left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
         if self.checkpoint is None:

@@ -90,6 +90,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Offload time", ("timing/offload",)),
         Panel("Offload bandwidth", ("perf/copy/",)),
         Panel("Validation and checkpoints", ("timing/testing", "timing/save_checkpoint")),
+        Panel("Restarts and repeated steps", ("reliability/restarts", "reliability/steps_repeated")),
+        Panel("Time lost by faults", ("reliability/seconds_lost",)),
     ),
     "Memory": (
         Panel("Peak memory", ("perf/max_memory_allocated_gb", "perf/max_host_memory_gb")),
@@ -234,6 +236,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "reward/teacher": lambda run: _distils(run) and run.distillation.as_reward,
     "reward/all_groups": _filters_groups,
     "reward/": lambda run: run.trains_on_rewards,
+    "reliability/": lambda run: run.trainer.max_restarts > 0,
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,

@@ -109,6 +109,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/testing": ("seconds", "Validation, including a second weight sync after it if no checkpoint follows"),
     "timing/save_checkpoint": ("seconds", "Exposed time of checkpoints: taking a snapshot, or waiting for a write"),
     "timing/other": ("seconds", "Time since the last report outside of all phases: batching, reporting"),
+    "reliability/restarts": ("", "Restarts after faults so far (--supervise)"),
+    "reliability/seconds_lost": (
+        "seconds", "Time lost by these faults: repeated steps, and from each end until the next start was ready"
+    ),
+    "reliability/steps_repeated": ("", "Steps since the newest checkpoint that these restarts have repeated"),
     "timing/elapsed": ("seconds", "Training time so far, including starts before a resume"),
     # The teacher service, as measured by the trainer.
     "teacher/latency": ("seconds", "Request latency, median over the requests of the step"),

@@ -1,19 +1,70 @@
-"""starts.jsonl in the run folder: each start of a run with its ready time, end and error."""
+"""starts.jsonl in the run folder: each start of a run with its ready time, end and error, and restarts of a supervisor.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.runtime.files import JsonLinesFile
+from hybrid_gkd.runtime.files import JsonLinesFile, read_json_lines
 
 logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
+
+
+def append_row(run_dir: Path, row: dict[str, Any]) -> None:
+    """Append a row; a disk error is logged as a warning and does not fail the run."""
+    try:
+        with contextlib.closing(JsonLinesFile(run_dir / STARTS)) as file:
+            file.append([row])
+    except OSError as error:
+        logger.warning("cannot write %s, the run continues without its rows: %s", STARTS, error)
+
+
+def read_rows_of_starts(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / STARTS
+    return [row for row in read_json_lines(file) if isinstance(row, dict)] if file.is_file() else []
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the starts with the fields of all of their rows."""
+    starts: list[dict[str, Any]] = []
+    for row in read_rows_of_starts(run_dir):
+        if "start" in row:
+            starts.append(row)
+        elif starts and "restart" not in row:
+            starts[-1] |= row
+    return starts
+
+
+def reliability(run_dir: Path) -> dict[str, float]:
+    """Return the metrics `reliability/*` of a run that a supervisor has restarted; {} for others.
+
+    Call it when the present start is ready. Lost seconds are those of repeated steps, and from each end until the next
+    start was ready.
+    """
+    restarts, steps, seconds = 0, 0.0, 0.0
+    ended = pending = None
+    for row in read_rows_of_starts(run_dir):
+        ended = row.get("end", ended)
+        if "restart" in row:
+            restarts, steps = restarts + 1, steps + row["steps_repeated"]
+            seconds += row["seconds_repeated"]
+            pending = pending or ended or row["restart"]
+        elif "ready" in row and pending is not None:
+            seconds, pending = seconds + row["ready"] - pending, None
+    if not restarts:
+        return {}
+    return {
+        "reliability/restarts": float(restarts), "reliability/steps_repeated": steps,
+        "reliability/seconds_lost": seconds,
+    }
 
 
 @contextlib.contextmanager
@@ -23,13 +74,7 @@ def recorded_start(run_dir: Path, facts: dict[str, Any]) -> Iterator[Callable[[]
 
     Disk errors are logged as warnings and do not fail the run.
     """
-    def append(row: dict[str, Any]) -> None:
-        try:
-            with contextlib.closing(JsonLinesFile(run_dir / STARTS)) as file:
-                file.append([row])
-        except OSError as error:
-            logger.warning("cannot write %s, the run continues without its rows: %s", STARTS, error)
-
+    append = functools.partial(append_row, run_dir)
     append({"start": time.time(), **facts})
     try:
         yield lambda: append({"ready": time.time()})

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,17 @@ READ_BYTES = 4 * 2**20
 def free_path(stem: Path, suffix: str = "") -> Path:
     """Return `<stem>.N<suffix>` with the smallest N >= 1 for which nothing exists."""
     return next(p for n in itertools.count(1) if not (p := Path(f"{stem}.{n}{suffix}")).exists())
+
+
+def share_as_folder(folder: Path) -> None:
+    """Give everything below `folder` its read and write bits, since safetensors creates private files.
+
+    Raises OSError.
+    """
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.models.adapters import adapter_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.rollout.weights import unique_tensors
-from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.files import FileSum, share_as_folder
 from hybrid_gkd.student.loading import local_rows
 from hybrid_gkd.student.lora import gather_adapter, write_adapter
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
@@ -183,6 +183,7 @@ def gather_huggingface(
             has_config = (folder / GENERATION_CONFIG_NAME).is_file()  # adapters have none
             if has_config and tokenizer.eos_token_id is not None:
                 _add_end_token(tokenizer.eos_token_id, folder)
+            share_as_folder(folder)
 
     return export
 

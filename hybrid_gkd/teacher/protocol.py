@@ -37,6 +37,8 @@ MAX_FRAMES = 1 + MAX_ARRAYS
 """Largest number of frames of a message: header and arrays."""
 MAX_REQUEST_BYTES = 16 << 20
 """Largest frame that a broker accepts from a client, and largest size of a request's arrays (token ids only)."""
+MAX_REQUEST_TOKENS = 1 << 16
+"""Largest number of tokens of a request with several readings; others wait while an engine works on it."""
 MAX_REPLY_BYTES = 1 << 30
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 """Largest timeout of one attempt of a request."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +15,22 @@ from typing import Any
 
 import ray
 
-from hybrid_gkd.compat.ray import on_loopback
+from hybrid_gkd.compat.ray import on_loopback, private_token
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError, describe_error
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.workers.own_cluster import joining_group, own_group
+from hybrid_gkd.workers.liveness import forget_ray, lost_process, watch_ray
+from hybrid_gkd.workers.own_cluster import joining_group, own_group, private_folder
 from hybrid_gkd.workers.placement import Role
 from hybrid_gkd.workers.pool import Pool
 
 logger = logging.getLogger(__name__)
 
+SYSTEM_CONFIG = {
+    "task_events_report_interval_ms": 0,  # off: the control store would keep them, 17 MiB per 1000 steps
+    "gcs_rpc_server_reconnect_timeout_s": 3600,  # of Ray's own, which kills all processes, also while they save
+}  # fmt: skip
+"""Settings of a run's own cluster."""
 CONNECT_SECONDS = 5.0
 """Timeout for a connection to a cluster."""
 CLOSE_SECONDS = 5.0
@@ -41,8 +49,10 @@ def _check_reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Config, device: str) -> Iterator[None]:
+def ray_cluster(config: Config, device: str, run_dir: Path | None = None) -> Iterator[None]:
     """Connect to the cluster of `ray_init.address`, or start one on this machine and stop it at the end.
+
+    If this process is killed, that is recorded in `run_dir`, if given.
 
     Raises:
         WorkerError: Ray could not start or be reached.
@@ -60,8 +70,17 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         gpus = config.workers_per_node if device == "cuda" else 0
         options |= {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(own_group()) if init.address is None else None
-        stack.callback(ray.shutdown)
+        group = folder = None
+        if init.address is None:
+            folder = stack.enter_context(private_folder())
+        guarded = stack.enter_context(own_group(folder, run_dir))
+        if folder is not None:
+            group = guarded
+            stack.enter_context(private_token(folder / "token"))
+            # Below the private folder: Ray opens its own to everyone.
+            options |= {"_temp_dir": str(folder / "r"), "_system_config": SYSTEM_CONFIG}
+        stack.callback(forget_ray)
+        stack.callback(_disconnect)
         whom = f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"
         try:
             with waiting(whom), joining_group(group), contextlib.nullcontext() if init.address else on_loopback():
@@ -74,7 +93,23 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
             raise ConfigError(
                 "trainer.device", f"must be cuda or cpu: this machine has no GPU, the cluster has {gpus:g}", "auto"
             )
+        watch_ray(folder)
         yield
+
+
+def _disconnect() -> None:
+    """Disconnect from Ray, unless a process of it has ended: Ray would wait for that one, and crash at exit."""
+    if lost_process() is None:
+        ray.shutdown()
+    else:
+        atexit.register(_exit_at_once)
+
+
+def _exit_at_once() -> None:
+    """End the process of a failed run before the libraries' own handlers, which are called after this one."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def place_workers(config: Config, device: str, log_folder: Path | None = None) -> list[Pool]:
@@ -108,6 +143,9 @@ def _check_resources(pools: list[Pool], needed: dict[str, float]) -> None:
 
 def stop_workers(pools: list[Pool]) -> None:
     """Stop all workers; may be called repeatedly. Returns within seconds, also if Ray has been killed."""
+    if lost_process() is not None:
+        return  # the end of their process group stops them
+
     # Ray's calls wait a minute for a dead cluster and then abort the process; this deadline prevents that.
     def stop() -> None:
         try:

@@ -33,9 +33,11 @@ from hybrid_gkd.types import (
     TopK,
 )
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
+from hybrid_gkd.workers.liveness import check_ray
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (
     CAUSE_SECONDS,
+    CHECK_SECONDS,
     DESCRIPTIONS,
     NCCL_KEY,
     Calls,
@@ -177,7 +179,9 @@ class WorkerGroup:
         candidates = overdue or list(last_progress)  # an overdue one may have unseen results
         remaining = max(POLL_SECONDS, min(last_progress.values()) + self.timeout - now)
         ready: list[Any]
-        ready, _ = ray.wait(candidates, num_returns=1, timeout=remaining, fetch_local=False)
+        pause = min(remaining, CHECK_SECONDS)
+        ready, _ = ray.wait(candidates, num_returns=1, timeout=pause, fetch_local=False)
+        check_ray()
         if not ready and overdue:
             raise self.rollouts.timeout_error("generate", [streams[stream][1] for stream in overdue])
         return ready[0] if ready else None

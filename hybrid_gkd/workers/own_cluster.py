@@ -1,7 +1,8 @@
-"""Process group of a Ray cluster that a run starts on its machine; it ends with the run.
+"""Process group and folder of a Ray cluster that a run starts on its machine; both end with the run.
 
 A signal to the run's own group (Ctrl-C, `timeout`, a closed terminal) does not reach it, so that the workers can still
-save a checkpoint. A guard process kills the group if the run is killed; Ray's agents would otherwise stay for a minute.
+save a checkpoint. If the run is killed, a guard process logs that, kills the group and removes the folder; Ray's agents
+would otherwise stay for a minute.
 """
 
 from __future__ import annotations
@@ -10,17 +11,28 @@ import contextlib
 import logging
 import os
 import signal
+import stat
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
+from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.runtime.processes import wait_for_end
 
 logger = logging.getLogger(__name__)
 
-GUARD = "read _; sleep 1; kill -KILL 0"
-"""Shell command that kills its group after the end of its input, which is the end of the run."""
+KILLED = "the driver ended without an error of its own: it was killed, or a library aborted it"
+GUARD = f"""read _
+if tail -n 1 "$1/starts.jsonl" 2>/dev/null | grep -qv '"end"'; then
+    echo "$(date '+%Y-%m-%d %H:%M:%S') ERROR run failed: {KILLED}" >>"$1/run.log"
+    echo '{{"end": '"$(date +%s)"', "error": "{KILLED}"}}' >>"$1/starts.jsonl"
+fi
+sleep 1; rm -rf -- "$0"; kill -KILL 0"""
+"""Shell command for the end of its input, which is the end of a run without shutdown: log it in the run folder $1,
+remove the folder $0, kill its group."""
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
 """Grace period for processes to end, and timeout for killed ones to disappear."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,11 +49,31 @@ os.register_at_fork(after_in_child=_join)
 
 
 @contextlib.contextmanager
-def own_group() -> Iterator[int]:
-    """Create a process group; all of its processes, the guard included, have ended at the end of the block."""
+def private_folder() -> Iterator[Path]:
+    """Create a folder that other users cannot enter, for sockets and logs; its path is short, as a socket's must be.
+
+    Raises WorkerError: the file system does not keep its mode.
+    """
+    parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gkd_", dir=parent, ignore_cleanup_errors=True) as folder:
+        mode = stat.S_IMODE(os.stat(folder).st_mode)
+        if mode & 0o077:
+            rule = f"other users could connect to Ray's sockets: the mode of {folder} is {mode:o} instead of 700"
+            raise WorkerError(f"RAY_TMPDIR: {rule}; set it to a folder of another file system")
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def own_group(folder: Path | None, run_dir: Path | None) -> Iterator[int]:
+    """Create a process group; all of its processes, the guard included, have ended at the end of the block.
+
+    If this process is killed, the guard removes `folder`, and records that in the log and the starts of `run_dir`, if
+    given.
+    """
     with subprocess.Popen(
-        ["sh", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        process_group=0,
+        ["sh", "-c", GUARD, str(folder or ""), str(run_dir or "")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, process_group=0,
     ) as guard:  # fmt: skip
         try:
             yield guard.pid

@@ -23,6 +23,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
+from hybrid_gkd.workers.liveness import RAYLET, check_ray, lost_process
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
@@ -51,6 +52,7 @@ DESCRIPTIONS = {
 """Descriptions of worker methods for wait messages, where the name is not clear."""
 
 
+CHANGES_WEIGHTS = ("update", "update_critic")
 Calls = dict[Any, tuple["Pool", int]]
 """Ray reference of a call -> its pool and rank."""
 
@@ -206,6 +208,9 @@ class Pool:
         Waits until a worker without progress counts as hung. Logs a warning if a worker died, or if some are stuck in a
         collective with a failed one; the latter are given only a few seconds.
         """
+        if lost_process() == RAYLET:
+            logger.warning("the student cannot be saved: the workers have ended with Ray's %s", RAYLET)
+            return False
         # The workers may also have been idle.
         remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
         limit = Timeout(remaining, NCCL_KEY)
@@ -273,11 +278,12 @@ def gather(
         timeout: for all calls together; None takes the pools' own.
         on_answer: called with each successful call.
         grace_period: additional seconds, for workers that raise at the same timeout.
-        check: called every CHECK_SECONDS; its errors end the wait.
+        check: called every CHECK_SECONDS, besides `check_ray`; its errors end the wait.
 
     Raises:
         WorkerError: a worker died, failed or did not respond in time.
         HybridGKDError: raised by a worker.
+        RayLost: a process of Ray has ended.
     """
     left, results = dict(calls), dict[Any, Any]()
     limit = timeout or Timeout(next(iter(calls.values()))[0].timeout, NCCL_KEY)
@@ -287,6 +293,8 @@ def gather(
             pause = max(0.0, min(CHECK_SECONDS, deadline - time.monotonic()))
             ready, _ = ray.wait(list(left), num_returns=1, timeout=pause)
             check()
+            # An update ends also without the control store; its weights can then be saved.
+            check_ray(raylet_only=method in CHANGES_WEIGHTS)
             if not ready and time.monotonic() < deadline:
                 continue
             if not ready:

@@ -134,6 +134,12 @@ def run_watched(args, environment=None):
         watching.join()
 
 
+def ray_folders(processes):
+    """Folders of Ray's sessions, by the command lines of its processes."""
+    lines = [" ".join(each.cmdline()) for each in processes if each.is_running()]
+    return {Path(found) for line in lines for found in re.findall(r"/\S*/gkd_\w+", line)}
+
+
 def listening_sockets():
     """Inodes of all sockets of this machine that listen for TCP connections."""
     tables = [Path("/proc/net", name).read_text(encoding="utf-8").splitlines()[1:] for name in ("tcp", "tcp6")]
@@ -488,9 +494,14 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
 
 
 @pytest.mark.parametrize(
-    ("victim", "scheduler", "teacher"), [("Worker", "sync", ENGINE), ("hybrid_gkd.teacher", "two_step_off", "hf")]
-)
-def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, teacher):
+    ("victim", "scheduler", "teacher", "name", "saved"), [
+        ("Worker", "sync", ENGINE, "worker 0", 0),
+        ("gcs_server ", "one_step_off", "hf", "Ray's control store (gcs_server)", 1),
+        ("raylet/raylet ", "sync", "hf", "Ray's raylet", 0),
+    ],
+)  # fmt: skip
+def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, teacher, name, saved):
+    """The state of the last step is lost with the student, and otherwise saved."""
     process = start(
         arguments(
             world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=-1", "trainer.test_freq=0",
@@ -498,23 +509,64 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
         )
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
-    victims = [
-        child for child in psutil.Process(process.pid).children(recursive=True)
-        if victim in " ".join(child.cmdline()) and child.is_running()
-    ]
+    children = psutil.Process(process.pid).children(recursive=True)
+    victims = [child for child in children if victim in " ".join(child.cmdline()) and child.is_running()]
     assert victims
+    folders = ray_folders(children)
+    assert folders
     for child in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     code, _, errors = finish(process)
     assert code == 1
     assert errors.splitlines()[-1].startswith("error: ")
-    assert ("worker 0" if victim == "Worker" else "teacher") in errors.splitlines()[-1]
+    assert name in errors.splitlines()[-1]
     assert "Traceback" not in errors
     assert "Some common causes" not in errors  # a paragraph of Ray's, which is in run.log
-    assert ("no checkpoint to resume from" if victim == "Worker" else "resume from: ") in errors
-    # The state of the last step is lost with the student, and otherwise saved.
-    assert len(list((tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*"))) == (0 if victim == "Worker" else 1)
+    assert ("resume from: " if saved else "no checkpoint to resume from") in errors
+    folder = tmp_path / "hybrid_gkd" / "gkd"
+    assert len(list(folder.glob("global_step_*"))) == saved
+    last = json.loads((folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert name in last["error"]
+    assert not [each for each in folders if each.exists()]
+
+
+def test_a_killed_teacher_of_the_run_is_started_again_and_no_step_is_lost(world, tmp_path):
+    """Broker and worker; generation runs ahead meanwhile."""
+    process = start(arguments(
+        world, tmp_path, "trainer.total_training_steps=30", "trainer.save_freq=0", "trainer.test_freq=0",
+        "trainer.scheduler=two_step_off", *HF,
+    ))  # fmt: skip
+    wait_for(logged_step(tmp_path, 1), "step 1")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "hybrid_gkd.teacher" in " ".join(child.cmdline()):
+                child.kill()
+    code, _, errors = finish(process)
+    assert code == 0, errors
+    assert "the teacher of this run was killed by SIGKILL (out of memory?), restart 1 of 5; its log: " in errors
+    assert sorted(rows_of(tmp_path)) == list(range(31))
+
+
+def test_a_supervised_run_whose_driver_is_killed_ends_with_all_of_its_steps(world, tmp_path):
+    """Also with a part of Ray killed afterwards; nothing is left of any start."""
+    process = start([*arguments(world, tmp_path, "trainer.save_freq=1", *HF), "--supervise"])
+    supervisor = psutil.Process(process.pid)
+    for step, victim in ((1, "-m hybrid_gkd actor"), (2, "raylet/raylet ")):
+        wait_for(logged_step(tmp_path, step), f"step {step}")
+        for child in supervisor.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if victim in " ".join(child.cmdline()):
+                    child.kill()
+    code, _, errors = finish(process, timeout=600)
+    assert code == 0, errors
+    rows = rows_of(tmp_path)
+    assert sorted(rows) == list(range(5))
+    log = (tmp_path / "hybrid_gkd" / "gkd" / "run.log").read_text(encoding="utf-8")
+    assert " WARNING restart 1 of 20 in 2 s, since step " in log
+    if "restart 2 of 20" in log:  # else the run had ended before
+        assert rows[4]["reliability/restarts"] == 2
+        assert rows[4]["reliability/seconds_lost"] > 0
 
 
 def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, capsys):

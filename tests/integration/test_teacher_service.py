@@ -29,6 +29,7 @@ from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
+from hybrid_gkd.teacher.server import local
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
@@ -322,8 +323,27 @@ def test_a_restarted_service_with_other_weights_under_the_same_name_is_refused(t
             client.submit(batch)[0].result(TIMEOUT)
 
 
+def test_a_killed_service_of_a_run_is_started_again(model_path, own_teacher, reference, monkeypatch, caplog):
+    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+    batch, address = make_readings(8), own_teacher.address
+    with connected(model_path, own_teacher) as client:
+        expect_scores(client.submit(batch), batch, reference)
+        os.kill(own_teacher.pid, signal.SIGKILL)
+        wait_until(lambda: own_teacher.poll() is not None, "for the service to die")
+        own_teacher.check()
+        assert "was killed by SIGKILL (out of memory?), restart 1 of 1; its log: " in caplog.text
+        expect_scores(client.submit(batch), batch, reference)
+        own_teacher.wait_ready()
+        assert own_teacher.address == address
+        os.kill(own_teacher.pid, signal.SIGKILL)
+        wait_until(lambda: own_teacher.poll() is not None, "for the service to die")
+        with pytest.raises(TeacherError, match="the teacher ended: it was killed by SIGKILL"):
+            own_teacher.check()
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_survives_the_service(own_teacher, how):
+def test_no_process_survives_the_service(own_teacher, how, monkeypatch):
+    monkeypatch.setattr(local, "MAX_RESTARTS", 0)
     processes = [own_teacher.pid, *children(own_teacher.pid)]
     assert len(processes) == 2
     os.kill(own_teacher.pid, how)

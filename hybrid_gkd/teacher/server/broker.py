@@ -1,9 +1,9 @@
-"""The broker: one thread that assigns clients' requests to workers with a free credit.
+"""The broker: one thread that assigns clients' requests to workers with a free credit; clients take turns.
 
 It forwards array frames unchanged, and validates a sample of each result. Guarantees: every request is answered exactly
 once, by a result or an error. A worker that dies, hangs, loses a request or returns invalid scores delays the request,
 but does not fail it. No malformed message ends the loop. A client that floods the broker or does not read its replies
-affects other clients only through the queue.
+affects other clients only through the queue, and by what it has at the workers, `MAX_TOKENS_AT_WORKER`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import AllowList, Keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Reply, ScoreError, ScoreRequest, ScoreResult
+from hybrid_gkd.teacher.server.dispatch import assignments
 from hybrid_gkd.teacher.server.port import Port, start_authenticator
 from hybrid_gkd.teacher.server.records import ClientRecord, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.statistics import Statistics
@@ -198,6 +199,11 @@ class Broker:
             known.request, known.deadline = request, deadline
             if known.worker is not None and self._has_free_worker(known):
                 self._requeue(known)
+        elif request.num_tokens > protocol.MAX_REQUEST_TOKENS and len(request.lengths) > 1:
+            self.counters["refused"] += 1
+            size, limit = f"{request.num_tokens} tokens in {len(request.lengths)} readings", protocol.MAX_REQUEST_TOKENS
+            reason = f"the request has {size}, the limit is {limit} unless it has a single reading"
+            self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="refused", reason=reason))
         elif (busy := self._busy_reason(client, num_bytes)) is not None:
             self.counters["refused"] += 1
             self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="busy", reason=busy))
@@ -409,18 +415,11 @@ class Broker:
         self.counters["requeued"] += 1
 
     def _dispatch(self) -> None:
-        """Assign the oldest requests to workers with free credits, least recently used first."""
-        for ticket in list(self._queue.values()):
-            free = [worker for worker in self._workers.values() if worker.free > 0]
-            if not free:
-                return
-            bad = {worker.identity for worker, _ in ticket.bad_replies}
-            if any(worker.tested and worker.identity not in bad for worker in self._workers.values()):
-                free = [worker for worker in free if worker.identity not in bad]
-                if not free:  # wait for a worker that has not failed on it
-                    continue
+        """Assign requests to workers with free credits: those of the client with the fewest tokens at workers first."""
+        if not self._queue:
+            return
+        for ticket, worker in assignments(self._queue.values(), self._workers.values()):
             del self._queue[ticket.id]
-            worker = min(free, key=lambda each: (each.identity in ticket.tried, each.last_assigned))
             ticket.worker, ticket.sent, ticket.sent_at_ping = worker, time.monotonic(), self._ping_number
             worker.last_assigned = ticket.sent
             ticket.tried.add(worker.identity)

@@ -25,6 +25,8 @@ END_SECONDS = 20.0
 """Grace period for a teacher to answer open requests and to stop its workers."""
 KILL_SECONDS = 5.0
 """Timeout for killed processes to disappear."""
+MAX_RESTARTS = 5
+"""Restarts of a service that was killed. One that does not become ready again is not restarted."""
 
 
 class TeacherProcess:
@@ -61,19 +63,36 @@ class TeacherProcess:
             f"--delete-for-parent={self._folder.name}",  # the keys must not remain if this process is killed
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_restarts = 0
         self.address = self.worker_address = ""
         """host:port for clients and for further workers; set once the service is ready."""
 
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path.write_bytes(b"")
+        self._start()
+        return self
+
+    def _start(self, *options: str) -> None:
+        """Start the service; `options` come after the others."""
         self._started, self._began = time.monotonic(), time.time()
-        with open(self._log_path, "wb") as log:
+        with open(self._log_path, "ab") as log_file:
             # A separate session: Ctrl-C in the terminal reaches only the trainer, which stops the teacher last.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
-                start_new_session=True,
+                [*self._command, *options], stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
+                env=self._environment, start_new_session=True,
             )
-        return self
+
+    def _restart(self, how: str) -> None:
+        """Start a service that was killed again, at the same ports: clients find it, and repeat their requests."""
+        self._num_restarts += 1
+        log.warning(
+            "the teacher of this run %s, restart %d of %d; its log: %s", how, self._num_restarts, MAX_RESTARTS,
+            self._log_path,
+        )  # fmt: skip
+        self._ready_file.unlink()
+        port, worker_port = (address.rpartition(":")[2] for address in (self.address, self.worker_address))
+        self._start(f"--port={port}", f"--worker-port={worker_port}")
 
     def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:
@@ -97,9 +116,15 @@ class TeacherProcess:
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 
     def check(self) -> None:
-        """Check that the service runs. Raises TeacherError with its last error, or its last line and the signal."""
+        """Check that the service runs; restart one that was killed after it was ready.
+
+        Raises TeacherError with its last error, or its last line and the signal.
+        """
         code = self.poll()
         if code is None:
+            return
+        if code < 0 and self.address and self._ready_file.exists() and self._num_restarts < MAX_RESTARTS:
+            self._restart(describe_exit(code))
             return
         lines = [
             line for line in self._log_path.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()

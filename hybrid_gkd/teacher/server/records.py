@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import zmq
@@ -31,6 +32,11 @@ class Ticket:
     bad_replies: list[tuple[WorkerRecord, str]] = field(default_factory=list)
     """Workers with bad replies, and the errors."""
 
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Sum of L over the readings."""
+        return self.request.num_tokens
+
 
 @dataclass(eq=False)
 class ClientRecord:
@@ -42,6 +48,11 @@ class ClientRecord:
     """Open requests by the client's ids."""
     blocked: bool = False
     """Whether the last message could not be queued because the client does not read."""
+
+    def tokens_at(self, worker: WorkerRecord | None = None) -> int:
+        """Return the tokens of this client's requests at a worker; None: at all workers."""
+        at_work = (each for each in self.tickets.values() if each.worker is not None)
+        return sum(each.num_tokens for each in at_work if worker in (None, each.worker))
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 import json
 import logging
 import time
+import tracemalloc
 
 import datasets
 import numpy as np
@@ -448,6 +449,31 @@ def test_compressed_text(write, tmp_path, suffix, codec):
             load(write(damaged, f"a.json.{suffix}"))
     with pytest.raises(DataError, match=r"must end in one of .*\.gz or \.zst after that of a text file"):
         load(write(b"", f"a.parquet.{suffix}"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_compressed_text_has_a_limit_that_a_key_raises(write, name):
+    """The rest of the file is not unpacked: its damaged end is not noticed."""
+    text = f'{{"prompt": "{"x" * 3_000_000}"}}' if name != "a.csv" else f"prompt\n{'x' * 3_000_000}\n"
+    file = write(pa.compress(text.encode(), "gzip", asbytes=True), f"{name}.gz")
+    (rows,) = read_rows([str(file)], key="data.train_files", unpacked_bytes=len(text))
+    assert rows.messages == [[{"role": "user", "content": "x" * 3_000_000}]]
+    cut = write(file.read_bytes()[:-20], f"cut.{name}.gz")
+    rule = r"its text must have at most 0\.001 GB \(data\.max_unpacked_gigabytes\); it has more"
+    with pytest.raises(DataError, match=rf"^data\.train_files: '.*cut\.{name}\.gz': {rule}$"):
+        read_rows([str(cut)], key="data.train_files", unpacked_bytes=1e6)
+
+
+def test_only_the_columns_that_are_used_are_held(write):
+    """There are 200 MB of text in a compressed file of lines."""
+    line = json.dumps({"prompt": "x", "other": "y" * 1_000_000}).encode() + b"\n"
+    file = write(pa.compress(line * 200, "gzip", asbytes=True), "a.jsonl.gz")
+    tracemalloc.start()
+    try:
+        assert len(load(file)) == 200
+        assert tracemalloc.get_traced_memory()[1] < 30e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_everything_that_is_wrong_is_said_at_once(write, tmp_path):

@@ -1,4 +1,5 @@
 import json
+import stat
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,7 @@ from transformers import AutoTokenizer, Qwen2Config
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo import sorting as demo
+from hybrid_gkd.demo.folders import build_once
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError
 
@@ -77,6 +79,20 @@ def test_the_weak_teacher_has_the_data_and_the_student_of_the_demo(monkeypatch, 
     root = demo.demo_dir(recipe=demo.WEAK_TEACHER)
     assert list(used_demos(config)) == [root]
     assert config.actor_rollout_ref.teacher.model.path == str(root / "teacher")
+
+
+def test_others_can_read_a_demo_whatever_wrote_its_files(tmp_path):
+    def fill(paths):
+        for path in (paths.teacher / "model.safetensors", paths.student / "config.json", paths.train, paths.val):
+            path.parent.mkdir(exist_ok=True)
+            path.touch(mode=0o600)
+        paths.manifest.write_text(json.dumps({"key": "k"}), encoding="utf-8")
+
+    root = build_once(tmp_path / "demo", "k", fill).root
+    found = {path.is_dir(): set[int]() for path in [root, *root.rglob("*")]}
+    for path in [root, *root.rglob("*")]:
+        found[path.is_dir()].add(stat.S_IMODE(path.stat().st_mode))
+    assert found == {True: {0o755}, False: {0o644}}
 
 
 def test_a_folder_that_is_no_demo_is_refused_and_left_alone(tmp_path):

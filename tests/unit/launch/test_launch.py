@@ -224,7 +224,7 @@ def test_room_for_checkpoints_is_held_by_a_run_that_will_write_some_and_given_ba
 ):
     held = []
 
-    def failing(config, device):
+    def failing(config, *_):
         held.extend(file.stat().st_size for file in config.run_dir.glob(RESERVED))
         raise WorkerError("no Ray here")
 

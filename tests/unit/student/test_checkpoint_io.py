@@ -1,6 +1,7 @@
 """A resumed actor goes on to the last digit, also one whose architecture draws random numbers. CPU, one rank."""
 
 import filecmp
+import stat
 import threading
 from unittest import mock
 
@@ -184,6 +185,8 @@ def test_transformers_ends_an_exported_students_responses_where_training_did(ove
     assert same == GenerationConfig.from_pretrained(path).eos_token_id
     assert sorted(ends) == trained
     assert len(trained) == 2
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "same").iterdir()}
+    assert modes == {stat.S_IMODE((tmp_path / "same").stat().st_mode) & 0o666}
 
 
 @pytest.mark.slow

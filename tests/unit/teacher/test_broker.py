@@ -17,6 +17,8 @@ from processes import wait_until
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.server import port
 from hybrid_gkd.teacher.server.broker import Broker
+from hybrid_gkd.teacher.server.dispatch import MAX_TOKENS_AT_WORKER, choose_worker
+from hybrid_gkd.teacher.server.records import ClientRecord, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.scoring_worker import Link
 
 TIMEOUT = 30.0  # seconds; no test waits for it
@@ -69,6 +71,68 @@ def test_work_goes_round_whatever_a_worker_says_it_can_hold(broker):
                 worker.answer(worker.inbox.get(timeout=TIMEOUT))
         for future, reading in zip(futures, batch, strict=True):
             faults.expect(future.result(TIMEOUT), reading)
+
+
+@pytest.mark.slow
+def test_clients_take_turns_however_much_one_of_them_asks_for(broker):
+    """The worker holds two requests of one client, whose eight are the older ones; the next one is the other's."""
+    worker, address = FakeWorker(broker, "worker", 2), f"127.0.0.1:{broker.port}"
+    wait_until(lambda: broker.num_workers == 1)
+    rng = np.random.default_rng(0)
+    with faults.connected(address, num_microbatches=1) as many, faults.connected(address, num_microbatches=1) as one:
+        readings, (own,) = faults.make_readings(rng, 8), faults.make_readings(rng, 1, length=70)
+        futures = many.submit(readings)
+        wait_until(lambda: broker.num_held == 8)
+        futures += one.submit([own])
+        wait_until(lambda: broker.num_held == 9)
+        served = []
+        while len(served) < 9:
+            work = worker.inbox.get(timeout=TIMEOUT)
+            served.append(np.array_equal(work.readings[0].token_ids, own.token_ids))
+            worker.answer(work)
+        assert served.index(True) < 5  # 2, unless the worker's connection was lost meanwhile
+        for future, reading in zip(futures, [*readings, own], strict=True):
+            faults.expect(future.result(TIMEOUT), reading)
+
+
+def ticket(client, name, num_tokens):
+    """A queued request of one reading."""
+    request = protocol.ScoreRequest(
+        id=name, attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0, lengths=[num_tokens], ranges=[[1, 2]]
+    )
+    made = Ticket(name, client, request, [], 0.0, 60.0)
+    client.tickets[name] = made
+    return made
+
+
+def test_a_client_has_a_bounded_number_of_tokens_at_a_worker():
+    """One request is always possible; a second worker is free for more."""
+    client, other = ClientRecord(b"a"), ClientRecord(b"b")
+    register = protocol.Register(name="worker", model=faults.MODEL, credits=16)
+    first, second = (WorkerRecord(name, register, 0.0, tested=True) for name in (b"1", b"2"))
+    assert choose_worker(ticket(client, "long", MAX_TOKENS_AT_WORKER + 1), [first]) is first
+    client.tickets["long"].worker = first
+    assert choose_worker(ticket(client, "next", 1), [first]) is None
+    assert choose_worker(client.tickets["next"], [first, second]) is second
+    assert choose_worker(ticket(other, "other", 10), [first]) is first
+
+
+def test_a_request_of_several_readings_with_too_many_tokens_is_refused(broker):
+    FakeWorker(broker, "worker", 1)
+    wait_until(lambda: broker.num_workers == 1)
+    half = protocol.MAX_REQUEST_TOKENS // 2 + 1
+    request = protocol.ScoreRequest(
+        id="1", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0, lengths=[half, half], ranges=[[1, 2]] * 2
+    )
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://127.0.0.1:{broker.port}")
+        dealer.send_multipart(protocol.encode_message(request, [np.zeros(2 * half, np.int32)]))
+        assert dealer.poll(int(TIMEOUT * 1000))
+        answer = protocol.decode_header(dealer.recv_multipart()[0])
+    assert (answer.code, answer.id) == ("refused", "1")
+    size = f"{2 * half} tokens in 2 readings"
+    assert answer.reason == f"the request has {size}, the limit is 65536 unless it has a single reading"
 
 
 def test_a_peer_that_names_itself_is_told(broker):

@@ -1,0 +1,193 @@
+"""Start a run again when it ends by a fault: `--supervise`. The parent loads no model and no library of the run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.config.loading import examine_config
+from hybrid_gkd.launch.command_line import default_config_name
+from hybrid_gkd.launch.stopping import SIGNALS
+from hybrid_gkd.reporting.logs import log_to_console, run_log
+from hybrid_gkd.reporting.starts import append_row, read_starts
+from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.student.checkpoint_store import LATEST
+from hybrid_gkd.teacher.server.local import child_environment, describe_exit
+
+logger = logging.getLogger(__name__)
+
+BAD_INPUT = ("ConfigError", "DataError", "ModelError", "SeveralErrors", "TeacherMismatch")
+"""Errors that the next start would raise again."""
+DEFAULT_RESTARTS = 20
+"""Limit where `trainer.max_restarts` is 0."""
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
+"""Seconds before a restart; doubled by each one after a start of less than SHORT_START seconds."""
+SHORT_START = 600.0
+ORPHANS_SECONDS = 30.0
+"""Time for processes of a run that was killed to end and to free their memory."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class RestartLoop:
+    """Runs `python -m hybrid_gkd` with these arguments until it succeeds, or a restart is of no use.
+
+    Signals are passed on to the run, and end the supervision.
+    """
+
+    def __init__(self, config: Config, arguments: list[str]):
+        self._config, self._arguments, self._run_dir = config, arguments, config.run_dir
+        self._most = config.trainer.max_restarts or DEFAULT_RESTARTS
+        self._began = time.time()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signal: int | None = None
+        self._failures: Counter[int] = Counter()
+        """Number of failures by step."""
+
+    def run(self) -> int:
+        """Return the exit code of the last start."""
+        with contextlib.suppress(AttributeError, OSError):  # Linux only: adopt what a killed run leaves
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        with self._passing_signals():
+            restarts = short = 0
+            while True:
+                known, began = len(read_starts(self._run_dir)), time.monotonic()
+                code = self._start(resume=restarts > 0)
+                error = self._fault(code, known, is_first=restarts == 0)
+                if error is None:
+                    return code
+                step, lost = self._last_step() + 1, self._lost_work()
+                self._failures[step] += 1
+                if self._failures[step] > 1 or restarts == self._most:
+                    limit = f"there were {restarts} restarts (trainer.max_restarts)"
+                    why = f"step {step} has failed twice" if self._failures[step] > 1 else limit
+                    self._log(f"the run is not started again: {why}; the last error: {error}")
+                    return code if code > 0 else 1
+                short = short + 1 if time.monotonic() < began + SHORT_START else 0
+                pause, restarts = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, short - 1)), restarts + 1
+                self._log(f"restart {restarts} of {self._most} in {pause:.0f} s, since step {step} has failed: {error}")
+                append_row(self._run_dir, {"restart": time.time(), "failed_step": step, "reason": error, **lost})
+                deadline = time.monotonic() + pause
+                while time.monotonic() < deadline and self._signal is None:
+                    time.sleep(0.1)
+                if self._signal is not None:
+                    return 128 + self._signal
+
+    def _start(self, *, resume: bool) -> int:
+        """Run once; return the exit code when all of its processes have ended."""
+        own = [f"trainer.max_restarts={self._most}"]
+        if resume and self._resumes_automatically():
+            own.append("trainer.resume_mode=auto")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hybrid_gkd", *self._arguments, *own], env=child_environment(),
+            process_group=0,  # a signal of the terminal comes from here alone, once
+            preexec_fn=_end_with_parent,
+        )  # fmt: skip
+        if self._signal is not None:  # it came meanwhile
+            self._process.send_signal(self._signal)
+        code = self._process.wait()
+        deadline = time.monotonic() + ORPHANS_SECONDS
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                    time.sleep(0.05)
+        return code
+
+    def _resumes_automatically(self) -> bool:
+        """Return whether a restart resumes otherwise than the first start did: from what that one has saved."""
+        latest, mode = self._run_dir / LATEST, self._config.trainer.resume_mode
+        return mode == "disable" or (
+            mode == "resume_path" and latest.is_file() and latest.stat().st_mtime > self._began
+        )  # fmt: skip
+
+    def _fault(self, code: int, known: int, *, is_first: bool) -> str | None:
+        """Return the error of a start that is worth another one; None after success, a signal of the user, bad input.
+
+        `known`: number of starts before.
+        """
+        by_user = code >= 128 or code in [-number for number in SIGNALS] or self._signal is not None
+        if code == 0 or by_user or code == 2:
+            return None
+        starts = read_starts(self._run_dir)
+        if len(starts) == known:  # it ended in the checks
+            return f"it {describe_exit(code)} before its start" if code < 0 or not is_first else None
+        error = starts[-1].get("error")
+        if error is None or code < 0:
+            error = f"the driver {describe_exit(code)}"
+            if "end" not in starts[-1]:
+                append_row(self._run_dir, {"end": time.time(), "error": error})
+        return None if error.partition(":")[0] in BAD_INPUT else error
+
+    def _log(self, text: str) -> None:
+        """Log a line, also to run.log."""
+        with run_log(self._run_dir) if self._run_dir.is_dir() else contextlib.nullcontext():
+            logger.warning("%s", text)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        file = self._run_dir / "metrics.jsonl"
+        return list(read_json_lines(file)) if file.is_file() else []
+
+    def _last_step(self) -> int:
+        """Return the last reported step."""
+        return int(max((row["step"] for row in self._rows()), default=0))
+
+    def _lost_work(self) -> dict[str, float]:
+        """Return steps and training seconds since the newest checkpoint, which the next start repeats."""
+        rows, saved = self._rows(), _read_number(self._run_dir / LATEST)
+        elapsed = {int(row["step"]): row.get("timing/elapsed", 0.0) for row in rows}
+        last = max(elapsed, default=0)
+        seconds = elapsed.get(last, 0.0) - max((elapsed[step] for step in elapsed if step <= saved), default=0.0)
+        return {"steps_repeated": max(0, last - saved), "seconds_repeated": max(0.0, seconds)}
+
+    @contextlib.contextmanager
+    def _passing_signals(self) -> Iterator[None]:
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, number)
+
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Stop the run, after its step, if its supervisor is killed."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _read_number(file: Path) -> int:
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+
+
+def supervise(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run the parsed command line under a supervisor; return its exit code. `arguments`: those of the run."""
+    log_to_console()
+    name = options.config_name or default_config_name(options.overrides)
+    config, problems = examine_config(options.overrides, config_name=name, config_path=options.config_path)
+    if config is None or problems:  # the run prints the errors
+        return subprocess.run([sys.executable, "-m", "hybrid_gkd", *arguments], env=child_environment()).returncode
+    return RestartLoop(config, arguments).run()

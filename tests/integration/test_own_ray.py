@@ -1,0 +1,43 @@
+"""The Ray cluster that a run starts: who can reach it, and what is left of it. CPU."""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+from test_workers import make_config
+
+from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.workers.cluster import ray_cluster
+
+
+@pytest.fixture
+def config(tmp_path):
+    return make_config(make_tiny_model(tmp_path / "model"), tmp_path)
+
+
+def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afterwards(config, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of the user's")
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
+    with ray_cluster(config, "cpu"):
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        folder = token.parent
+        assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(token.stat().st_mode)) == (0o700, 0o600)
+        processes = [each for each in psutil.process_iter() if str(folder) in " ".join(each.cmdline())]
+        processes = [each for each in processes if each.name() != "sh"]  # the guard, which is none of Ray's
+        assert {"gcs_server", "raylet"} <= {each.name() for each in processes}
+        for each in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                environment = each.environ()
+                assert environment["RAY_AUTH_MODE"] == "token"
+                assert environment["RAY_AUTH_TOKEN_PATH"] == str(token)
+                assert "RAY_AUTH_TOKEN" not in environment
+                sockets = {one.laddr for one in each.net_connections(kind="unix") if one.laddr.startswith("/")}
+                assert all(Path(path).is_relative_to(folder) for path in sockets), sockets
+                if each.name() == "raylet":
+                    assert {Path(path).name for path in sockets} >= {"plasma_store", "raylet"}
+    assert not folder.exists()
+    assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")} == before
+
