@@ -58,20 +58,22 @@ class TeacherClient:
         n_server_workers: maximum number of requests in flight
         num_microbatches: maximum number of readings per request
         keys: folder with this client's keys, if the servers require them
+        section: dotted section of the configuration, for messages
     """
 
     def __init__(
         self, endpoints: list[str], *, topk: int, temperature: float = 1.0, vocab_size: int,
         connect_timeout: float = 10.0, request_timeout: float = 600.0, max_retries: int = 3,
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
+        section: str = "actor_rollout_ref.teacher",
     ):
         if not endpoints:
             raise TeacherError("a teacher client needs at least one address, host:port")
         for address in endpoints:
             network.endpoint_url(address)  # raises for an invalid address before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
-        self._connect_timeout = Timeout(connect_timeout, "actor_rollout_ref.teacher.connect_timeout")
-        self._request_timeout = Timeout(request_timeout, "actor_rollout_ref.teacher.request_timeout")
+        self._connect_timeout = Timeout(connect_timeout, f"{section}.connect_timeout")
+        self._request_timeout = Timeout(request_timeout, f"{section}.request_timeout")
         self._max_retries, self._max_in_flight = max_retries, n_server_workers
         self._keys = load_keys(keys) if keys is not None else None
         self._changed = threading.Condition()

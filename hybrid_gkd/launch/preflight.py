@@ -204,7 +204,7 @@ def disk(facts: Facts) -> str:
 def plan(facts: Facts) -> str:
     """Make the plan of the run, and check that each phase fits into this machine's GPU."""
     facts.plan = make_plan(
-        facts.config, facts.trained, facts.device, facts.local_teacher, engine=facts.engine,
+        facts.config, facts.trained, facts.device, facts.local_teachers, engine=facts.engine,
         gpu_bytes=facts.gpu_bytes, steps=facts.steps, steps_done=facts.steps_done,
     )
     return str(facts.plan)

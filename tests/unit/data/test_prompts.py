@@ -554,7 +554,7 @@ def test_the_teacher_reads_its_own_prompt_where_a_row_has_one(write):
     assert shown[0] == TOKENIZER.apply_chat_template(hint, tokenize=False, add_generation_prompt=True)
     assert shown[1:] == [decode(prompts[1]), "<|user|>6!<|end|><|assistant|>"]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
-    shown = [TOKENIZER.decode(p.teacher_ids) for p in load(file, teacher_prompt_key="hint", teacher_template=template)]
+    shown = [TOKENIZER.decode(p.teacher_ids) for p in load(file, teacher_prompt_key="hint", teacher_templates={"default": template})]
     assert shown == ["it is 21+1:", "2+2:", "6!:"]
     assert load(file)[0].teacher_ids is None
 

@@ -24,7 +24,7 @@ from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
 from hybrid_gkd.offload.budget import GIB
-from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models, with_planned_caches
+from hybrid_gkd.offload.needs import place_teacher, place_teachers, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
@@ -64,7 +64,7 @@ def config(*overrides):
 
 def memory(given, spec, device="cuda", *, gpus=1):
     """Return the memory of a run whose student has this spec, on a machine with this number of GPUs."""
-    return plan_memory(given, trained_models(given, spec), device, place_teacher(given, device=device, gpus=gpus))
+    return plan_memory(given, trained_models(given, spec), device, place_teachers(given, device=device, gpus=gpus))
 
 
 def share_of(given, spec, *, free=CARD - GIB):
