@@ -394,9 +394,10 @@ def _several_teachers(config: Config) -> Rules:
         f"must be set, or server_ip, with other keys of {UNNAMED}: each teacher of {NAMED} has its own; only "
         "overlap_rollout is for all"
     )
-    for name, teacher in named.items():
+    for place, (name, teacher) in enumerate(named.items()):
+        others = keys[:place] + keys[len(named) :]
         yield (
-            f"{NAMED}.{name}.key", keys.count(teacher.key or name) == 1,
+            f"{NAMED}.{name}.key", keys[place] not in others,
             f"must differ between teachers ({', '.join(keys)}), of which {UNNAMED} has default",
         )
         yield (

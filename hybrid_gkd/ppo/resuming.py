@@ -91,7 +91,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     scheduled = scheduled or config.trainer.warmup_steps_sft > 0
     if scheduled or any(each.lr_scheduler_type != "constant" or has_relative_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
-    found[NAMED] = sorted(teacher.key for teacher in run_teachers(config)) if has_several_teachers(config) else []
+    found[NAMED] = {each.where: each.key for each in run_teachers(config)} if has_several_teachers(config) else {}
     for teacher in run_teachers(config):
         found[f"{teacher.where}.chat_template"] = teacher.section.chat_template
         if teacher.section.is_local:

@@ -157,11 +157,12 @@ def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     assert f"the teacher {models}/ends ends its completions with the tokens [7, 256] [" in caplog.text
     assert f"the student {models}/student with [256] [" in caplog.text
     facts = check(models, "student")
+    (teacher,) = run_teachers(facts.config)
     with pytest.raises(TeacherMismatch, match=r"the teacher T ends its completions with .*\[7\] .*to never end"):
-        compatibility.check_ends_and_template(facts, run_teachers(facts.config)[0], "T", None, [7])
-    compatibility.check_ends_and_template(facts, run_teachers(facts.config)[0], "T", None, [])  # an older service does not say
+        compatibility.check_ends_and_template(facts, teacher, "T", None, [7])
+    compatibility.check_ends_and_template(facts, teacher, "T", None, [])  # an older service does not say
     facts.config.actor_rollout_ref.teacher.check_fit = False
-    compatibility.check_ends_and_template(facts, run_teachers(facts.config)[0], "T", None, [7])
+    compatibility.check_ends_and_template(facts, teacher, "T", None, [7])
 
 
 def counting(reading):

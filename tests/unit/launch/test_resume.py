@@ -262,4 +262,5 @@ def test_all_that_a_prompt_has_counts(changed):
 def test_chat_templates_count():
     before, after = template_checksums("{{ a }}", {"t": "x"}), template_checksums("{{ b }}", {"t": "y"})
     assert [change.partition(": ")[0] for change in changed_settings(before, after)] == list(before)
-    assert template_checksums(None, {"t": None}).keys() == {"actor_rollout_ref.model.path (checksum of the chat template)"}
+    key = "actor_rollout_ref.model.path (checksum of the chat template)"
+    assert template_checksums(None, {"t": None}).keys() == {key}
