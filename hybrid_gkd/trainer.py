@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
-from hybrid_gkd.scoring.teacher_router import make_scorer
-from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher
+from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
 from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks
 from hybrid_gkd.workers.batches import mean_metrics
@@ -38,7 +37,7 @@ class GKDTrainer(PPOTrainer):
     """Generalised knowledge distillation (arXiv 2306.13649), on-policy up to the staleness of `trainer.scheduler`.
 
     Args:
-        teacher: a client after its handshake, or several by `Task.teacher`; the caller closes them.
+        teacher: a client after its handshake, or a scorer of several; the caller closes them.
         check_teacher: raises if the teacher has ended; called while waiting for it.
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
             begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
@@ -47,11 +46,12 @@ class GKDTrainer(PPOTrainer):
     """
 
     def __init__(
-        self, *args: Any, teacher: Teacher | Mapping[str, Teacher], check_teacher: Callable[[], None] = lambda: None,
+        self, *args: Any, teacher: Teacher | TeacherScorer, check_teacher: Callable[[], None] = lambda: None,
         shares_gpu: bool = False, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.teacher, self.check_teacher = make_scorer(teacher), check_teacher
+        self.teacher = teacher if isinstance(teacher, TeacherScorer) else TeacherScorer(teacher)
+        self.check_teacher = check_teacher
         self._pending: defaultdict[int, Scores] = defaultdict(dict)
         """Scores by the step of the rollout; several rollouts may be pending."""
         self._kept: list[tuple[int, list[Pair]]] = []

@@ -385,20 +385,32 @@ def _teacher(config: Config) -> Rules:
 
 def _several_teachers(config: Config) -> Rules:
     """Yield the rules of several teachers that do not concern one of them alone."""
-    if not has_several_teachers(config):
-        return
     named, unnamed = config.distillation.teacher_models, config.actor_rollout_ref.teacher
     keys = [teacher.key for teacher in run_teachers(config)]
+    yield (
+        "distillation.ensemble", config.distillation.ensemble == "none" or len(set(keys)) < len(keys),
+        f"needs at least two teachers of {NAMED} with the same key",
+    )
+    if not has_several_teachers(config):
+        return
     unused = unnamed == TeacherConfig(overlap_rollout=unnamed.overlap_rollout)
     yield f"{UNNAMED}.model.path", unnamed.is_set or unused, (
         f"must be set, or server_ip, with other keys of {UNNAMED}: each teacher of {NAMED} has its own; only "
         "overlap_rollout is for all"
     )
+    mixes = config.distillation.ensemble == "mixture"
+    templates = {teacher.key: teacher.section.chat_template for teacher in reversed(run_teachers(config))}
     for place, (name, teacher) in enumerate(named.items()):
         others = keys[:place] + keys[len(named) :]
         yield (
-            f"{NAMED}.{name}.key", keys[place] not in others,
-            f"must differ between teachers ({', '.join(keys)}), of which {UNNAMED} has default",
+            f"{NAMED}.{name}.key", keys[place] not in others or mixes,
+            f"must differ between teachers ({', '.join(keys)}), of which {UNNAMED} has default, unless "
+            "distillation.ensemble=mixture",
+        )
+        yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture"
+        yield (
+            f"{NAMED}.{name}.chat_template", teacher.chat_template == templates[keys[place]],
+            f"must be the same for all teachers with the key {keys[place]}",
         )
         yield (
             f"{NAMED}.{name}.overlap_rollout", teacher.overlap_rollout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
+from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig, TeacherConfig
 from hybrid_gkd.config.schema import Config
 
 UNNAMED, NAMED = "actor_rollout_ref.teacher", "distillation.teacher_models"
@@ -31,13 +31,13 @@ class RunTeacher:
 
     @property
     def label(self) -> str:
-        """Return its name in messages: "teacher", with the key if it is one of distillation.teacher_models."""
-        return "teacher" if self.where == UNNAMED else f"teacher {self.key}"
+        """Return its name in messages: "teacher", or "teacher <name>" if it is one of distillation.teacher_models."""
+        return "teacher" if self.where == UNNAMED else f"teacher {self.where.rpartition('.')[2]}"
 
     @property
-    def log_name(self) -> str:
-        """Return the name of a local service's log file, without suffix."""
-        return "teacher" if self.where == UNNAMED else f"teacher_{self.where.rpartition('.')[2]}"
+    def weight(self) -> float:
+        """Return its weight among the teachers with the same key."""
+        return self.section.weight if isinstance(self.section, NamedTeacherConfig) else 1.0
 
 
 def run_teachers(config: Config) -> list[RunTeacher]:

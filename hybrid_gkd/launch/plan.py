@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_gkd.config import CheckpointConfig, Config, run_teachers
+from hybrid_gkd.config import CheckpointConfig, Config, has_several_teachers, run_teachers
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
@@ -118,6 +118,7 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         section = teacher.section
         where = ", ".join(section.endpoints) if section.server_ip else "started by this run"
         where = f"scores in {section.cache}" if section.is_stored else where
+        where += f", key {teacher.key}" if has_several_teachers(config) else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         lines.append(
             f"{teacher.label}: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}"

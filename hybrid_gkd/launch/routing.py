@@ -30,7 +30,8 @@ def teacher_column(config: Config) -> TeacherColumn | None:
     """Return the column that names each row's teacher; None with one teacher."""
     if not has_several_teachers(config):
         return None
-    return TeacherColumn(config.distillation.teacher_key, tuple(teacher.key for teacher in run_teachers(config)))
+    keys = dict.fromkeys(teacher.key for teacher in run_teachers(config))
+    return TeacherColumn(config.distillation.teacher_key, tuple(keys))
 
 
 def describe_routing(config: Config, train_prompts: list[Task]) -> str:

@@ -206,10 +206,10 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
     for teacher in run_teachers(config):
-        if client := teachers.clients.get(teacher.key):
+        if client := teachers.clients.get(teacher.label):
             logger.info("%s: %s", teacher.label, check_confidence(facts, teacher, client))
     arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu}
-    return GKDTrainer(config, teacher=teachers.with_caches(), **arguments)
+    return GKDTrainer(config, teacher=teachers.scorer(), **arguments)
 
 
 def start_workers(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from hybrid_gkd.config import (
-    DEFAULT_TEACHER,
     UNNAMED,
     Config,
     RunTeacher,
@@ -29,7 +29,9 @@ from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher_scorer import Teacher
+from hybrid_gkd.scoring.teacher_mixture import MixtureScorer
+from hybrid_gkd.scoring.teacher_router import TeacherRouter
+from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
@@ -131,7 +133,7 @@ def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int) -
     return TeacherProcess(
         section.model.path, port=section.server_port or 0, n_logprobs=config.distillation.topk, options=options,
         environment=environment, start_timeout=section.start_timeout,
-        log_path=config.run_dir / "logs" / f"{teacher.log_name}.log",
+        log_path=config.run_dir / "logs" / f"{teacher.label.replace(' ', '_')}.log",
     )
 
 
@@ -169,7 +171,7 @@ class RunTeachers:
         assert facts.plan is not None
         self.facts, self.stack, self.places = facts, stack, facts.plan.memory.teachers
         self.clients: dict[str, TeacherClient] = {}
-        """Connected teachers by key."""
+        """Connected teachers by label."""
         self.processes: dict[str, TeacherProcess] = {}
         """Services of this run by label."""
         num_threads, taken = threads_per_process(facts.config), set[int]()
@@ -209,18 +211,24 @@ class RunTeachers:
         client = connect(
             teacher, self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=self.facts.num_ids
         )
-        self.clients[teacher.key] = self.stack.enter_context(client)
+        self.clients[teacher.label] = self.stack.enter_context(client)
 
-    def with_caches(self) -> Teacher | dict[str, Teacher]:
-        """Return the teacher, or several by key, with their stores of scores. Raises TeacherError."""
-        found, facts = dict[str, Teacher](), self.facts
+    def scorer(self) -> TeacherScorer:
+        """Return the scorer of all teachers, with their stores of scores. Raises TeacherError."""
+        groups, facts = defaultdict[str, dict[str, tuple[float, TeacherScorer]]](dict), self.facts
         assert facts.num_ids is not None
         for teacher in run_teachers(facts.config):
             with rename_section(UNNAMED, teacher.where):
-                client = self.clients.get(teacher.key)
+                client = self.clients.get(teacher.label)
                 cached = with_cache(teacher.config, facts.tokenizer, client, facts.num_ids)
-                found[teacher.key] = self.stack.enter_context(cached)
-        return found if has_several_teachers(facts.config) else found[DEFAULT_TEACHER]
+                own = TeacherScorer(self.stack.enter_context(cached))
+            if not has_several_teachers(facts.config):
+                return own
+            groups[teacher.key][teacher.where.rpartition(".")[2]] = teacher.weight, own
+        return TeacherRouter({
+            key: MixtureScorer(group) if len(group) > 1 else next(iter(group.values()))[1]
+            for key, group in groups.items()
+        })
 
 
 def refuse_teacher_gpu(teachers: Mapping[str, TeacherPlacement], placements: list[Placement]) -> None:

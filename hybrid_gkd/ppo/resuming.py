@@ -93,6 +93,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
         found["trainer.total_training_steps"] = steps
     found[NAMED] = {each.where: each.key for each in run_teachers(config)} if has_several_teachers(config) else {}
     for teacher in run_teachers(config):
+        found |= {f"{teacher.where}.weight": teacher.weight} if has_several_teachers(config) else {}
         found[f"{teacher.where}.chat_template"] = teacher.section.chat_template
         if teacher.section.is_local:
             found[f"{teacher.where}.model.path"] = teacher.section.model.path

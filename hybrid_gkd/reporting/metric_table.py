@@ -122,7 +122,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/cache_hit_fraction": (
         "fraction", "Given completions whose scores were in actor_rollout_ref.teacher.cache; absent without any"
     ),
-    "teacher/<key>/latency": ("seconds", "teacher/latency of one of several teachers (distillation.teacher_models)"),
+    "teacher/<key>/latency": (
+        "seconds", "teacher/latency of one of several teachers (distillation.teacher_models); with "
+        "distillation.ensemble those with one key are teacher/<key>/<name>/"
+    ),
     "teacher/<key>/token_fraction": (
         "fraction", "Part of the step's scored tokens that this teacher scored, without those of a cache"
     ),

@@ -10,32 +10,24 @@ from concurrent.futures import Future
 import numpy as np
 
 from hybrid_gkd.runtime.spans import Clock
-from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer, request_metrics
+from hybrid_gkd.scoring.teacher_scorer import TeacherScorer, request_metrics
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Pair, TopK
 
 
-class TeacherRouter(TeacherScorer):
-    """Scores each sample with the scorer of its task's teacher, under the name of the one signal.
+class TeacherGroup(TeacherScorer):
+    """Several scorers as one.
 
     Args:
-        scorers: by `Task.teacher`.
+        scorers: by name, which is part of the names of metrics.
     """
 
     def __init__(self, scorers: Mapping[str, TeacherScorer]):
         self.scorers = scorers
 
-    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
-        """Send each sample to its teacher without waiting for scores. Raises the clients' errors."""
-        found = dict[int, Future[TopK]]()
-        for key, scorer in self.scorers.items():
-            places = [place for place, (task, _) in enumerate(pairs) if task.teacher == key]
-            found |= zip(places, scorer.submit([pairs[place] for place in places]), strict=True)
-        return [found[place] for place in range(len(pairs))]
-
     def describe(self) -> str:
         """Return the present state of every teacher."""
-        return "; ".join(f"{key}: {scorer.describe()}" for key, scorer in self.scorers.items())
+        return "; ".join(f"{name}: {scorer.describe()}" for name, scorer in self.scorers.items())
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -45,24 +37,34 @@ class TeacherRouter(TeacherScorer):
                 stack.enter_context(scorer.uncounted())
             yield
 
+    def drain(self) -> dict[str, TeacherMetrics]:
+        """Return the counters since the last call, by the names of scorers and their clients."""
+        found = ((name, scorer.drain().items()) for name, scorer in self.scorers.items())
+        return {f"/{name}{below}": counts for name, each in found for below, counts in each}
+
     def take_metrics(self, clock: Clock) -> dict[str, float]:
         """Return the metrics of the requests to all teachers since the last call, and latency and tokens of each."""
-        counts = {key: scorer.client.drain_metrics() for key, scorer in self.scorers.items()}
+        counts = self.drain()
         metrics = request_metrics(joined(list(counts.values())), clock)
         total = sum(each.scored_tokens for each in counts.values())
-        for key, each in counts.items():
+        for name, each in counts.items():
             if each.requests:
-                metrics[f"teacher/{key}/latency"] = float(np.median(each.latencies))
+                metrics[f"teacher{name}/latency"] = float(np.median(each.latencies))
             if total:
-                metrics[f"teacher/{key}/token_fraction"] = each.scored_tokens / total
+                metrics[f"teacher{name}/token_fraction"] = each.scored_tokens / total
         return metrics
 
 
-def make_scorer(teacher: Teacher | Mapping[str, Teacher]) -> TeacherScorer:
-    """Return the scorer of a client, or of several by `Task.teacher`."""
-    if isinstance(teacher, Mapping):
-        return TeacherRouter({key: TeacherScorer(client) for key, client in teacher.items()})
-    return TeacherScorer(teacher)
+class TeacherRouter(TeacherGroup):
+    """Scores each sample with the scorer whose name is its `Task.teacher`."""
+
+    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
+        """Send each sample to its teacher without waiting for scores. Raises the clients' errors."""
+        found = dict[int, Future[TopK]]()
+        for key, scorer in self.scorers.items():
+            places = [place for place, (task, _) in enumerate(pairs) if task.teacher == key]
+            found |= zip(places, scorer.submit([pairs[place] for place in places]), strict=True)
+        return [found[place] for place in range(len(pairs))]
 
 
 def joined(counts: list[TeacherMetrics]) -> TeacherMetrics:

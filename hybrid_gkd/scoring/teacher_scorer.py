@@ -120,6 +120,10 @@ class TeacherScorer:
         """Exclude requests in this context from the metrics."""
         return self.client.uncounted()
 
+    def drain(self) -> dict[str, TeacherMetrics]:
+        """Return the counters since the last call, by the name of each client below this scorer's own."""
+        return {"": self.client.drain_metrics()}
+
     def take_metrics(self, clock: Clock) -> dict[str, float]:
         """Return the metrics of the requests since the last call, and add their spans to the clock."""
         return request_metrics(self.client.drain_metrics(), clock)

@@ -80,7 +80,7 @@ def test_each_row_is_scored_by_its_teacher_and_a_resumed_run_is_the_same(folder)
         assert "teacher ready on" in (at / "logs" / f"teacher_{name}.log").read_text(encoding="utf-8")
     log = (at / "run.log").read_text(encoding="utf-8")
     assert re.search(r"by teacher: math 8, default 8", log)
-    assert "teacher math: started by this run" in log
+    assert "teacher mathematics: started by this run, key math" in log
     panels = plan_panels(load_config(config_name="config", config_path=at))["Teacher"]
     assert ["teacher/<key>/latency", "teacher/<key>/token_fraction"] in [[*panel.metrics] for panel in panels]
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={at}/global_step_2"]
@@ -106,3 +106,15 @@ def test_each_row_is_scored_by_its_teacher_and_a_resumed_run_is_the_same(folder)
         assert done.returncode == 0, done.stderr[-3000:]
         found = validation(folder, f"{source}/validation")[f"val/{source}/forward_kl"]
         assert found == pytest.approx(together[f"val/{source}/forward_kl"], rel=1e-3)
+
+
+def test_two_teachers_of_the_same_rows_are_one_mixture(folder):
+    same = [f"distillation.teacher_models.{name}.key=default" for name in ("mathematics", "others")]
+    mixed = ["distillation.ensemble=mixture", "distillation.teacher_models.others.weight=3"]
+    done = run(folder, *recipe(*same, *mixed, "trainer.total_training_steps=2", "trainer.experiment_name=mixed"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in metrics(folder, "mixed").values():
+        for name in ("mathematics", "others"):
+            assert row[f"teacher/default/{name}/token_fraction"] == 0.5
+            assert row[f"teacher/default/{name}/latency"] > 0
+

@@ -20,8 +20,8 @@ def problems(*overrides):
 def test_each_has_a_key_and_a_section_of_its_own():
     config = load_config([*OWN, *TWO, f"{MODELS}.a.inference.dtype=float32", f"{MODELS}.a.chat_template=no"])
     first, second = run_teachers(config)
-    assert (first.key, first.where, first.label) == ("math", f"{MODELS}.a", "teacher math")
-    assert (second.key, second.label, second.log_name) == ("b", "teacher b", "teacher_b")
+    assert (first.key, first.where, first.label) == ("math", f"{MODELS}.a", "teacher a")
+    assert (second.key, second.label) == ("b", "teacher b")
     assert (first.section.model.path, first.section.dtype, first.section.chat_template) == ("one", "float32", "no")
     assert second.section.endpoints == ["far:1"]
     assert [each.section.is_local for each in run_teachers(first.config)] == [True]
@@ -41,7 +41,7 @@ def test_a_configuration_that_was_written_is_read_again(tmp_path):
 def test_one_alone_is_the_teacher_of_all_rows():
     config = load_config([*OWN, *TWO[:2], f"{MODELS}.a.max_retries=1", "actor_rollout_ref.teacher.request_timeout=5"])
     (teacher,) = run_teachers(config)
-    assert (teacher.key, teacher.where, teacher.log_name) == (DEFAULT_TEACHER, "actor_rollout_ref.teacher", "teacher")
+    assert (teacher.key, teacher.where, teacher.label) == (DEFAULT_TEACHER, "actor_rollout_ref.teacher", "teacher")
     assert teacher.config is config
     section = config.actor_rollout_ref.teacher
     assert (section.model.path, section.max_retries, section.request_timeout) == ("one", 1, 5)
@@ -50,6 +50,10 @@ def test_one_alone_is_the_teacher_of_all_rows():
 
 @pytest.mark.parametrize(("overrides", "message"), [
     ([f"{MODELS}.b.key=math"], f"{MODELS}.b.key: must differ between teachers (math, math)"),
+    ([f"{MODELS}.b.weight=2"], f"{MODELS}.b.weight: needs distillation.ensemble=mixture"),
+    (["distillation.ensemble=mixture"], f"distillation.ensemble: needs at least two teachers of {MODELS}"),
+    ([f"{MODELS}.b.key=math", "distillation.ensemble=mixture", f"{MODELS}.b.chat_template=x"],
+     f"{MODELS}.b.chat_template: must be the same for all teachers with the key math"),
     ([f"{MODELS}.b.key=default", "actor_rollout_ref.teacher.server_ip=near"], f"{MODELS}.b.key: must differ"),
     ([f"{MODELS}.b.max_retries=-1"], f"{MODELS}.b.max_retries: must be at least 0; got -1"),
     ([f"{MODELS}.b.nothing=1"], f"{MODELS}.b.nothing: there is no such key"),

@@ -40,10 +40,10 @@ def test_the_plan_has_a_line_for_each_and_rows_read_the_template_of_their_teache
     facts = checked(folder, f"{MODELS}.rest.chat_template={template}")
     lines = str(facts.plan).splitlines()
     assert [line.partition(",")[0] for line in lines if line.startswith("teacher")] == [
-        "teacher math: started by this run", "teacher default: started by this run",
+        "teacher math: started by this run", "teacher rest: started by this run",
     ]  # fmt: skip
     assert facts.plan.loaded["models"] == [f"{folder}/{name}" for name in ("student", "math", "others")]
-    assert set(facts.local_teachers) == {"teacher math", "teacher default"}
+    assert set(facts.local_teachers) == {"teacher math", "teacher rest"}
     texts = [facts.tokenizer.decode(prompt.teacher_ids) for prompt in facts.train_prompts[:2]]
     assert texts == [facts.tokenizer.decode(facts.train_prompts[0].token_ids), "What is 1?:"]
     settings = {key: value for key, value in facts.settings.items() if "teacher" in key}

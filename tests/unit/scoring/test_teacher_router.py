@@ -6,7 +6,7 @@ import pytest
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.scoring.teacher_router import make_scorer
+from hybrid_gkd.scoring.teacher_router import TeacherRouter
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, make_sample
@@ -42,13 +42,16 @@ def pair(row, teacher, size=2):
     return task, make_sample(row, completion=range(2, 2 + size))
 
 
+def route(**teachers):
+    return TeacherRouter({key: TeacherScorer(teacher) for key, teacher in teachers.items()})
+
+
 PAIRS = [pair(0, "math"), pair(1, "default", 3), pair(2, "math"), pair(3, "code")]
 
 
 def test_each_sample_gets_the_scores_of_its_teacher_in_order():
-    router = make_scorer({key: LocalTeacher(scores_of(value)) for key, value in (
-        ("code", -3), ("math", -1), ("default", -2),
-    )})  # fmt: skip
+    values = {"code": -3, "math": -1, "default": -2}
+    router = route(**{key: LocalTeacher(scores_of(value)) for key, value in values.items()})
     assert router.name == TeacherScorer.name
     values = [future.result(5).sampled_logprobs.tolist() for future in router.submit(PAIRS)]
     assert values == [[-1, -1], [-2, -2, -2], [-1, -1], [-3, -3]]
@@ -58,21 +61,17 @@ def test_each_sample_gets_the_scores_of_its_teacher_in_order():
     assert scores == {}
 
 
-def test_one_client_is_no_router():
-    assert type(make_scorer(LocalTeacher(scores_of(-1)))) is TeacherScorer
-
-
 def test_an_error_of_one_teacher_ends_the_wait():
     def fail(reading):
         raise TeacherError("far:1: no answer")
 
-    router = make_scorer({"math": LocalTeacher(scores_of(-1)), "default": LocalTeacher(fail)})
+    router = route(math=LocalTeacher(scores_of(-1)), default=LocalTeacher(fail))
     with pytest.raises(TeacherError, match="far:1: no answer"):
         router.take_scores(router.start(PAIRS[:3]), 3, timeout=Timeout(5, "key"), check=lambda: None)
 
 
 def test_metrics_are_over_all_teachers_and_of_each():
-    router = make_scorer({
+    router = route(**{
         "math": Counted(-1, TeacherMetrics(
             requests=[(0.0, 1.0), (1.0, 2.0)], steps=[1, 1], tokens=60, scored_tokens=30, retries=1, bytes_received=300,
             complete_until=5.0,
