@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from models import SHAPES, full_tokenizer, make_model
 
-from hybrid_gkd.config import BATCHES_AHEAD, Config
+from hybrid_gkd.config import BATCHES_AHEAD, Config, run_teachers
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
@@ -53,6 +53,7 @@ from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
+from hybrid_gkd.workers.placement import threads_per_process
 
 SCHEDULES = {
     "serial": ["trainer.scheduler=sync", "actor_rollout_ref.teacher.overlap_rollout=false"],
@@ -122,7 +123,8 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
     plan = facts.plan
     with contextlib.ExitStack() as stack:
         loading = with_planned_caches(first, plan.memory, plan.gpu_bytes)
-        teacher = stack.enter_context(make_teacher_process(loading or first, plan))
+        (given,) = run_teachers(loading or first)
+        teacher = stack.enter_context(make_teacher_process(given, plan, threads_per_process(first)))
         stack.enter_context(ray_cluster(first, args.device))
         if plan.memory.shares_gpu and loading is None:
             teacher.wait_ready()  # the rollout engine sizes its cache by what is free
@@ -142,12 +144,12 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
 def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: TeacherProcess) -> None:
     """One run."""
     config = facts.config
-    facts.steps, place = total_steps_of(config, len(facts.train_prompts)), facts.plan.memory.teacher
+    facts.steps, place = total_steps_of(config, len(facts.train_prompts)), facts.plan.memory.teachers["teacher"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(trace_recording(config.run_dir))
         client = stack.enter_context(
-            connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=place.replicas)
+            connect(run_teachers(config)[0], facts.tokenizer, [teacher.address], teacher.keys, replicas=place.replicas)
         )
         log = stack.enter_context(start_tracking(facts))
         GKDTrainer(

@@ -116,6 +116,18 @@ def prefix_errors(key: str) -> Iterator[None]:
         raise TeacherError(f"{key}: {error}") from error
 
 
+@contextlib.contextmanager
+def rename_section(old: str, new: str) -> Iterator[None]:
+    """Replace a dotted section in the errors of the block: those of one teacher of several name its own section."""
+    try:
+        yield
+    except HybridGKDError as error:
+        errors = flatten_errors([error])
+        for each in errors:
+            each.args = (str(each).replace(old, new), *each.args[1:])
+        raise_all(errors)
+
+
 class CheckpointError(HybridGKDError): ...
 
 

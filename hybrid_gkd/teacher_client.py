@@ -62,22 +62,24 @@ class TeacherClient:
         num_microbatches: maximum number of readings per request
         keys: folder with this client's keys, if the servers require them
         allow_change: accept a server that serves another teacher than the first handshake found
+        section: dotted section of the configuration, for messages
     """
 
     def __init__(
         self, endpoints: list[str], *, topk: int, temperature: float = 1.0, vocab_size: int,
         connect_timeout: float = 10.0, request_timeout: float = 600.0, max_retries: int = 3,
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
-        allow_change: bool = False,
+        section: str = "actor_rollout_ref.teacher", allow_change: bool = False,
     ):
         if not endpoints:
             raise TeacherError("a teacher client needs at least one address, host:port")
         for address in endpoints:
             network.endpoint_url(address)  # raises for an invalid address before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
-        self._connect_timeout = Timeout(connect_timeout, "actor_rollout_ref.teacher.connect_timeout")
-        self._request_timeout = Timeout(request_timeout, "actor_rollout_ref.teacher.request_timeout")
-        self._max_retries, self._max_in_flight, self._allow_change = max_retries, n_server_workers, allow_change
+        self._connect_timeout = Timeout(connect_timeout, f"{section}.connect_timeout")
+        self._request_timeout = Timeout(request_timeout, f"{section}.request_timeout")
+        self._max_retries, self._max_in_flight = max_retries, n_server_workers
+        self._allow_change, self._change_key = allow_change, f"{section}.allow_teacher_change"
         self._keys = load_keys(keys) if keys is not None else None
         self._changed = threading.Condition()
         self._failure: TeacherError | None = None
@@ -221,9 +223,9 @@ class TeacherClient:
         found = f"{address} serves {model}, but at the first handshake {first} served {self._served[first]}"
         if not self._allow_change:
             raise TeacherMismatch(
-                f"{found}: it is another teacher; actor_rollout_ref.teacher.allow_teacher_change=true trains with it"
+                f"{found}: it is another teacher; {self._change_key}=true trains with it"
             )
-        logger.warning("%s; training goes on with it (actor_rollout_ref.teacher.allow_teacher_change)", found)
+        logger.warning("%s; training continues with it (%s)", found, self._change_key)
 
     # All methods below run in the thread; all but _run, _poll and _resolve hold the lock.
 

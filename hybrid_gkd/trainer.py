@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.config import BATCHES_AHEAD
+from hybrid_gkd.config import BATCHES_AHEAD, run_teachers
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.steps import distillation_factor
@@ -37,7 +37,7 @@ class GKDTrainer(PPOTrainer):
     """Generalised knowledge distillation (arXiv 2306.13649), on-policy up to the staleness of `trainer.scheduler`.
 
     Args:
-        teacher: a client after its handshake; the caller closes it.
+        teacher: a client after its handshake, or a scorer of several; the caller closes them.
         check_teacher: raises if the teacher has ended; called while waiting for it.
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
             begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
@@ -46,11 +46,12 @@ class GKDTrainer(PPOTrainer):
     """
 
     def __init__(
-        self, *args: Any, teacher: Teacher, check_teacher: Callable[[], None] = lambda: None,
+        self, *args: Any, teacher: Teacher | TeacherScorer, check_teacher: Callable[[], None] = lambda: None,
         shares_gpu: bool = False, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.teacher, self.check_teacher = TeacherScorer(teacher), check_teacher
+        self.teacher = teacher if isinstance(teacher, TeacherScorer) else TeacherScorer(teacher)
+        self.check_teacher = check_teacher
         self._pending: defaultdict[int, Scores] = defaultdict(dict)
         """Scores by the step of the rollout; several rollouts may be pending."""
         self._kept: list[tuple[int, list[Pair]]] = []
@@ -59,7 +60,10 @@ class GKDTrainer(PPOTrainer):
         waits = self._weighting.needs_scores or self.config.full_determinism
         self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not waits
         """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
-        if not self.config.actor_rollout_ref.teacher.is_stored:
+        teachers = run_teachers(self.config)
+        slowest = max(teachers, key=lambda each: each.section.request_timeout)
+        self._timeout = Timeout(slowest.section.request_timeout, f"{slowest.where}.request_timeout")
+        if not any(each.section.is_stored for each in teachers):
             self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
@@ -209,10 +213,8 @@ class GKDTrainer(PPOTrainer):
             self._submit(step, pairs)
 
     def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, TopK]:
-        """Call `TeacherScorer.take_scores` with the timeout of a request as inactivity timeout."""
-        key = "actor_rollout_ref.teacher.request_timeout"
-        timeout = Timeout(self.config.actor_rollout_ref.teacher.request_timeout, key)
-        return self.teacher.take_scores(scores, enough, timeout=timeout, check=self.check_teacher)
+        """Call `TeacherScorer.take_scores` with the longest timeout of a request as inactivity timeout."""
+        return self.teacher.take_scores(scores, enough, timeout=self._timeout, check=self.check_teacher)
 
     def _held_out_divergence(self, pairs: list[Pair]) -> dict[str, list[np.ndarray]]:
         """Return forward and reverse KL at every token of a validation's completions, and log the candidates of a few.

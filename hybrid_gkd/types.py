@@ -25,6 +25,8 @@ class Task:
     """int32 [P], with the chat template applied."""
     teacher_ids: np.ndarray | None = None
     """int32, the teacher's prompt, in its chat template; None: `token_ids`."""
+    teacher: str = "default"
+    """Key of the teacher that scores the samples, `default` without a choice."""
     response_ids: np.ndarray | None = None
     """int32 [A], the given completion; None if the student generates it."""
     loss_mask: np.ndarray | None = None

@@ -103,6 +103,8 @@ RUN_ELSEWHERE = {
     f"{REPORT} outputs/hybrid_gkd/second": f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
     f"{REPORT} --serve 8080": f"{_REPORT}::test_serving_follows_the_run_and_answers_this_machine_alone",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
+    "bash run_gkd.sh --config-path . --config-name several":
+        "tests/integration/test_several_teachers.py::test_each_row_is_scored_by_its_teacher_and_a_resumed_run_is_the_same",
 }
 """Command -> the test that runs it with models and data of its own."""
 
@@ -157,12 +159,12 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def example(name: str) -> str:
+def example(name: str, language: str = "python") -> str:
     """The file of docs/examples, or the block of the pages that begins with `# <name>`."""
     file = ROOT / "docs" / "examples" / name
     if file.exists():
         return file.read_text(encoding="utf-8")
-    (text,) = (block for page in PAGES for block in blocks(page, "python") if block.startswith(f"# {name}\n"))
+    (text,) = (block for page in PAGES for block in blocks(page, language) if block.startswith(f"# {name}\n"))
     return text
 
 

@@ -368,6 +368,11 @@ class TeacherConfig:
     model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
 
     @property
+    def is_set(self) -> bool:
+        """Return whether there is such a teacher: a model, a service, or stored scores."""
+        return self.model.path is not None or self.server_ip is not None or self.cache is not None
+
+    @property
     def is_stored(self) -> bool:
         """Return whether scores come from the cache only, without a model or service."""
         return self.cache is not None and self.server_ip is None and self.model.path is None
@@ -383,6 +388,17 @@ class TeacherConfig:
         hosts = [host.strip() for host in (self.server_ip or "").split(",")]
         port = TEACHER_PORT if self.server_port is None else self.server_port
         return [host if ":" in host or not host else f"{host}:{port}" for host in hosts]
+
+
+@dataclass
+class NamedTeacherConfig(TeacherConfig):
+    """One of several teachers, with the fields of actor_rollout_ref.teacher."""
+
+    key: str | None = None
+    """Value of the column distillation.teacher_key in the rows that this teacher scores; null takes its name below
+    distillation.teacher_models. `default` scores all rows without another teacher."""
+    weight: float = field(default=1.0, metadata=rules.POSITIVE)
+    """Weight among the teachers with the same key, with distillation.ensemble; relative to their sum."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybrid_gkd.config import metadata as rules
+from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig
 from hybrid_gkd.losses.table import DIVERGENCES, TOKEN_WEIGHTS, UNIFORM, TokenWeights, token_weights
 
 
@@ -16,6 +17,14 @@ class DistillationConfig:
 
     enabled: bool = True
     """false trains without a teacher: by PPO on the reward, or by cross-entropy on given completions (SFT)."""
+    teacher_models: dict[str, NamedTeacherConfig] = field(default_factory=dict)
+    """Several teachers by a name of your own: each has a key and the fields of actor_rollout_ref.teacher, and scores
+    the rows that have its key. actor_rollout_ref.teacher, if set too, scores the rest. See docs/teacher.md."""
+    teacher_key: str = "data_source"
+    """Column with the key of each row's teacher, with several teachers."""
+    ensemble: Literal["none", "mixture"] = "none"
+    """Teachers of teacher_models with the same key: not allowed (none), or all score a row, and the student learns the
+    weighted mean of their probabilities (mixture)."""
     on_policy_fraction: float | None = field(default=None, metadata=rules.SHARE)
     """Fraction of the tasks with a given completion (data.response_key) that the student completes itself (lambda in
     arXiv 2306.13649), chosen anew for each batch; null: none of them."""

@@ -27,6 +27,7 @@ from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import SpellingReader, is_single
+from hybrid_gkd.config.teachers import NAMED, use_only_teacher
 from hybrid_gkd.config.texts import is_text, keep_typed, typed
 from hybrid_gkd.errors import ConfigError, raise_all
 from hybrid_gkd.runtime.imports import load_object
@@ -287,17 +288,24 @@ def _reason(error: Exception) -> str:
 
 def _normalise(config: Config) -> list[ConfigError]:
     """Expand home folders, make lists of files, and replace nulls by numbers. Returns the errors in lists of files."""
-    problems = []
-    model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
+    problems = list[ConfigError]()
+    for name in [name for name in config.distillation.teacher_models if not re.fullmatch(r"[\w-]+", name)]:
+        problems.append(ConfigError(NAMED, "must have names of letters, digits, - and _", name))
+        del config.distillation.teacher_models[name]
+    use_only_teacher(config)
+    model, teachers = config.actor_rollout_ref.model, [config.actor_rollout_ref.teacher]
+    teachers += config.distillation.teacher_models.values()
     ref = config.actor_rollout_ref.ref.model
-    paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
-    others = ((teacher, "keys"), (config.critic.model, "path"), (ref, "path"), (config.reward_model.model, "path"))
-    for section, name in (*paths, *others, (config.trainer, "resume_from_path")):
+    paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (ref, "path"))
+    others = ((config.critic.model, "path"), (config.reward_model.model, "path"), (config.trainer, "resume_from_path"))
+    of_teachers = [pair for teacher in teachers for pair in ((teacher.model, "path"), (teacher, "keys"))]
+    for section, name in (*paths, *others, *of_teachers):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell does not expand a ~ after =
             setattr(section, name, os.path.expanduser(value))
-    if teacher.num_microbatches is None:
-        teacher.num_microbatches = TeacherConfig.num_microbatches
+    for teacher in teachers:
+        if teacher.num_microbatches is None:
+            teacher.num_microbatches = TeacherConfig.num_microbatches
     if isinstance(config.data.train_files, dict):
         config.data.train_files, weights = map(list, zip(*config.data.train_files.items(), strict=True))
         try:
@@ -323,15 +331,24 @@ def broken_rules(config: Config, wrong: set[str]) -> list[ConfigError]:
     problems, wrong = [], set(wrong)
     for key, holds, rule in field_rules(config):
         if not holds and key not in wrong:
-            problems.append(ConfigError(key, rule, operator.attrgetter(key)(config)))
+            problems.append(ConfigError(key, rule, _value(config, key)))
             wrong.add(key)
     sound = copy.deepcopy(config)
     for key in wrong & {error.key for error in problems}:
-        section, _, name = key.rpartition(".")
-        setattr(operator.attrgetter(section)(sound), name, operator.attrgetter(key)(Config()))
+        path, _, name = key.rpartition(".")
+        section = _value(sound, path)
+        setattr(section, name, getattr(type(section)(), name))
     about_wrong = re.compile("|".join(rf"\b{re.escape(key.rpartition('.')[2])}\b" for key in wrong) or r"(?!)")
     for key, holds, rule in rules_between_fields(sound):
         if not holds and key not in wrong and not about_wrong.search(rule):
-            value = operator.attrgetter(key)(config)
+            value = _value(config, key)
             problems.append(ConfigError(key, rule, value, missing=value in (None, "", [], {})))
     return problems
+
+
+def _value(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value

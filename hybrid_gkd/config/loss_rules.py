@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hybrid_gkd.config.schema import Config
+from hybrid_gkd.config.teachers import run_teachers
 from hybrid_gkd.losses.table import DIVERGENCES, TOKEN_WEIGHTS, UNIFORM, policy_loss
 
 Rules = Iterator[tuple[str, object, str]]
@@ -16,14 +17,16 @@ ESTIMATORS = [name for name, row in DIVERGENCES.items() if row.signal == "sample
 
 def given_answers(config: Config) -> Rules:
     """Yield the rules of training on given completions."""
-    stored = config.distillation.enabled and config.actor_rollout_ref.teacher.is_stored
-    yield f"{ARR}.teacher.cache", not (stored and config.on_policy_fraction), (
-        "needs a teacher besides (model.path or server_ip) that scores the student's completions; without one set "
-        "data.response_key and no distillation.on_policy_fraction"
-    )
+    teachers = run_teachers(config)
+    for teacher in teachers:
+        yield f"{teacher.where}.cache", not (teacher.section.is_stored and config.on_policy_fraction), (
+            "needs a teacher besides (model.path or server_ip) that scores the student's completions; without one set "
+            "data.response_key and no distillation.on_policy_fraction"
+        )
     data, loss, given = config.data, config.distillation, "data.response_key"
     yield "data.teacher_prompt_key", data.teacher_prompt_key is None or loss.enabled, "needs distillation.enabled=true"
-    own_prompt = config.actor_rollout_ref.teacher.chat_template is not None or data.teacher_prompt_key is not None
+    own_template = any(teacher.section.chat_template is not None for teacher in teachers)
+    own_prompt = own_template or data.teacher_prompt_key is not None
     yield "data.max_teacher_prompt_length", data.max_teacher_prompt_length is None or own_prompt, (
         f"needs data.teacher_prompt_key, the column with the teacher's prompts, or {ARR}.teacher.chat_template"
     )

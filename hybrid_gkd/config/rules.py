@@ -7,9 +7,11 @@ import math
 import re
 from typing import Any
 
+from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
 from hybrid_gkd.config.learning import ADV_ESTIMATORS, CUSTOM, MODEL, REWARD_FUNCTIONS, rejection_bounds
 from hybrid_gkd.config.loss_rules import ARR, Rules, distillation_loss, given_answers
 from hybrid_gkd.config.schema import Config
+from hybrid_gkd.config.teachers import NAMED, UNNAMED, has_several_teachers, run_teachers
 
 LENGTHS = "data.max_prompt_length + data.max_response_length"
 
@@ -21,6 +23,9 @@ def field_rules(section: Any, prefix: str = "") -> Rules:
         value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):
             yield from field_rules(value, f"{key}.")
+        elif key == NAMED:
+            for name, teacher in value.items():
+                yield from field_rules(teacher, f"{key}.{name}.")
         elif isinstance(value, float) and not entry.metadata.get("may_be_infinite"):
             yield key, math.isfinite(value), "must be finite"
         if value is not None and "rule" in entry.metadata:
@@ -65,7 +70,10 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _reward(config)
     yield from _reward_model(config)
     if config.distillation.enabled:
-        yield from _teacher(config)
+        for teacher in run_teachers(config):
+            for key, holds, rule in _teacher(teacher.config):
+                yield key.replace(UNNAMED, teacher.where), holds, rule.replace(UNNAMED, teacher.where)
+        yield from _several_teachers(config)
         yield from distillation_loss(config)
     if config.trains_on_rewards and not val_only:
         yield "reward.answer_key", config.has_reward, (
@@ -221,7 +229,7 @@ def _best_metric(config: Config) -> Rules:
         names += ["accuracy", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
         names += [f"pass@{2**power}" for power in range(1, n.bit_length())]
     names += ["reward_model"] if config.reward_model.enable else []
-    if config.distillation.enabled and not config.actor_rollout_ref.teacher.is_stored:
+    if config.distillation.enabled and not any(each.section.is_stored for each in run_teachers(config)):
         names += ["forward_kl", "reverse_kl"]
     yield (
         key, metric.startswith("val/") and metric.rpartition("/")[2] in names,
@@ -390,3 +398,38 @@ def _teacher(config: Config) -> Rules:
         f"must be true with trainer.scheduler={config.trainer.scheduler}, with which the teacher scores during the "
         "next generation",
     )
+
+
+def _several_teachers(config: Config) -> Rules:
+    """Yield the rules of several teachers that do not concern one of them alone."""
+    named, unnamed = config.distillation.teacher_models, config.actor_rollout_ref.teacher
+    keys = [teacher.key for teacher in run_teachers(config)]
+    yield (
+        "distillation.ensemble", config.distillation.ensemble == "none" or len(set(keys)) < len(keys),
+        f"needs at least two teachers of {NAMED} with the same key",
+    )
+    if not has_several_teachers(config):
+        return
+    unused = unnamed == TeacherConfig(overlap_rollout=unnamed.overlap_rollout)
+    yield f"{UNNAMED}.model.path", unnamed.is_set or unused, (
+        f"must be set, or server_ip, with other keys of {UNNAMED}: each teacher of {NAMED} has its own; only "
+        "overlap_rollout is for all"
+    )
+    mixes = config.distillation.ensemble == "mixture"
+    templates = {teacher.key: teacher.section.chat_template for teacher in reversed(run_teachers(config))}
+    for place, (name, teacher) in enumerate(named.items()):
+        others = keys[:place] + keys[len(named) :]
+        yield (
+            f"{NAMED}.{name}.key", keys[place] not in others or mixes,
+            f"must differ between teachers ({', '.join(keys)}), of which {UNNAMED} has default, unless "
+            "distillation.ensemble=mixture",
+        )
+        yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture"
+        yield (
+            f"{NAMED}.{name}.chat_template", teacher.chat_template == templates[keys[place]],
+            f"must be the same for all teachers with the key {keys[place]}",
+        )
+        yield (
+            f"{NAMED}.{name}.overlap_rollout", teacher.overlap_rollout,
+            f"must be left out: {UNNAMED}.overlap_rollout is for all teachers",
+        )

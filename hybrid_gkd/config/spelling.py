@@ -14,10 +14,10 @@ from typing import Any
 
 from hybrid_gkd.compat.verl.key_tables import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
 from hybrid_gkd.compat.verl.readings import Look, Read
+from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig
 from hybrid_gkd.config.schema import Config
+from hybrid_gkd.config.teachers import NAMED
 from hybrid_gkd.errors import ConfigError
-
-TEACHERS = "distillation.teacher_models."
 
 
 def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
@@ -27,6 +27,9 @@ def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
         value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):
             yield from own_keys(value, f"{key}.")
+        elif key == NAMED:
+            yield key
+            yield from own_keys(NamedTeacherConfig(), f"{key}.*.")
         else:
             yield key
             if isinstance(value, dict):
@@ -39,16 +42,22 @@ def _own() -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(keys), tuple(key for key in keys if key.endswith(".*"))
 
 
+def any_name(key: str) -> str:
+    """Return the key with `*` for the name of a teacher in distillation.teacher_models."""
+    parts = key.split(".")
+    return ".".join([NAMED, "*", *parts[3:]]) if key.startswith(f"{NAMED}.") and len(parts) > 3 else key
+
+
 def is_own(key: str) -> bool:
     """Return whether it is a key of `Config`."""
     keys, open_ended = _own()
-    return key in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
+    return any_name(key) in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
 
 
 def is_single(key: str) -> bool:
     """Return whether it is a key of `Config` without keys of the user's own below."""
     keys, _ = _own()
-    return key in keys and f"{key}.*" not in keys
+    return key in keys and key != NAMED and f"{key}.*" not in keys
 
 
 def moved(key: str) -> str:
@@ -110,7 +119,6 @@ class SpellingReader:
 
     def _apply(self, key: str, value: Any, table: Mapping[str, Any], row: Any) -> dict[str, Any]:
         if isinstance(row, Read):
-            self._one_teacher(key)
             try:
                 return self._read(key, value, row)
             except ValueError as error:
@@ -126,12 +134,6 @@ class SpellingReader:
                 raise ConfigError(key, f"{what}: {row}", value)
         self._accepted.setdefault(row, []).append(key)
         return {}
-
-    def _one_teacher(self, key: str) -> None:
-        names = [given.split(".")[2] for given, _ in self.given if given.startswith(TEACHERS)]
-        if key.startswith(TEACHERS) and key.split(".")[2] != names[0]:
-            rule = f"a run has one teacher, but {TEACHERS}{names[0]} is set too; remove one of them"
-            raise ConfigError(f"{TEACHERS}{key.split('.')[2]}", rule, show_value=False)
 
     def _look(self, key: str) -> Any:
         for given, value in reversed(self.given):
@@ -150,7 +152,9 @@ class SpellingReader:
         """Apply a row; a key that looks up its own result finds the values of other keys."""
         self._reading.append(key)
         try:
-            return row.reading(value, self._look)
+            found = row.reading(value, self._look)
+            own = ".".join(key.split(".")[:3])  # the section of a named teacher
+            return {name.replace(f"{NAMED}.*", own): new for name, new in found.items()}
         finally:
             self._reading.pop()
 

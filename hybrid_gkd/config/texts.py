@@ -13,8 +13,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # of OmegaConf, which reads with it
 
 from hybrid_gkd.compat.verl.key_tables import Read
+from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig
 from hybrid_gkd.config.schema import Config
-from hybrid_gkd.config.spelling import find, moved
+from hybrid_gkd.config.spelling import any_name, find, moved
+from hybrid_gkd.config.teachers import NAMED
 
 
 class TextLoader(yaml.SafeLoader):
@@ -31,6 +33,8 @@ def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, kind in typing.get_type_hints(section).items():
         if dataclasses.is_dataclass(kind):
             yield from _types(kind, f"{prefix}{name}.")
+        elif f"{prefix}{name}" == NAMED:
+            yield from _types(NamedTeacherConfig, f"{NAMED}.*.")
         else:
             yield f"{prefix}{name}", kind
 
@@ -46,7 +50,7 @@ LISTS = {key for key, kind in _types(Config) if kind == list[str]} | {
 def own_keys_of(key: str) -> set[str]:
     """Return the keys of `Config` that a key sets, in our or verl's spelling."""
     row = (find(moved(key)) or (None, None))[1]
-    return set(row.keys) if isinstance(row, Read) else {moved(key)}
+    return set(row.keys) if isinstance(row, Read) else {any_name(moved(key))}
 
 
 def is_text(key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.data.tables import short
@@ -45,15 +45,15 @@ def plain_text(chat: Chat, tools: Tools, who: str) -> str:
 
 def tokenize_chats(
     messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
-    template: str | None = None, tools: list[Tools] | None = None,
+    templates: Sequence[str | None] | None = None, tools: list[Tools] | None = None,
 ) -> list[list[int]]:
-    """Return token ids of each conversation; `template` replaces the tokenizer's chat template."""
-    tools = tools or [None] * len(messages)
-    if not template and not tokenizer.chat_template:
+    """Return token ids of each conversation; `templates` replace the tokenizer's chat template where not None."""
+    tools, templates = tools or [None] * len(messages), templates or [None] * len(messages)
+    if not any(templates) and not tokenizer.chat_template:
         places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
         return encode_open(tokenizer, list(map(plain_text, messages, tools, places)))
     texts, ids = list[str](), list[list[int]]()
-    for row, (conversation, own) in enumerate(zip(messages, tools, strict=True), 1):
+    for row, (conversation, own, template) in enumerate(zip(messages, tools, templates, strict=True), 1):
         render = renderer(tokenizer, options, f"{where}, row {row}", template)
         text = render(conversation, tools=own, add_generation_prompt=True)
         if own and not any(tools[: row - 1]) and text == render(conversation, add_generation_prompt=True):

@@ -9,12 +9,14 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid_gkd.config import DEFAULT_TEACHER
 from hybrid_gkd.data.chat_template import TOOLS, Chat, Tools, renderer, tokenize_chats
 from hybrid_gkd.data.given import (
     ANSWER,
@@ -24,6 +26,7 @@ from hybrid_gkd.data.given import (
     split_chat,
     tokenize_completion,
 )
+from hybrid_gkd.data.routing import TeacherColumn
 from hybrid_gkd.data.tables import UNPACKED_BYTES, Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Task
@@ -49,6 +52,8 @@ class Rows:
     messages: list[Chat]
     teacher_messages: list[Chat | None]
     """Prompts of the teacher alone; None if it reads the student's."""
+    teachers: list[str]
+    """Keys of the teachers that score the rows."""
     tools: list[Tools]
     answers: list[str | None]
     """Ground truths; None without an answer column."""
@@ -71,13 +76,14 @@ class _Columns:
     response: str | None
     excluded_spans: str | None
     teacher_prompt: str | None
+    teacher: TeacherColumn | None
 
 
 def read_rows(
     entries: list[str], *, key: str, prompt_key: str = "prompt", answer_key: str | None = None,
     data_source_key: str = DATA_SOURCE, extra_info: bool = False, response_key: str | None = None,
-    excluded_spans_key: str | None = None, teacher_prompt_key: str | None = None, weights: list[float] | None = None,
-    unpacked_bytes: float = UNPACKED_BYTES,
+    excluded_spans_key: str | None = None, teacher_prompt_key: str | None = None,
+    teacher: TeacherColumn | None = None, weights: list[float] | None = None, unpacked_bytes: float = UNPACKED_BYTES,
 ) -> list[Rows]:  # fmt: skip
     """Read all tables of a configuration key: files, patterns, folders and hub data sets.
 
@@ -92,6 +98,7 @@ def read_rows(
             messages of the assistant.
         excluded_spans_key: column of the character ranges of given completions that are not trained on.
         teacher_prompt_key: column of prompts for the teacher, as those of prompt_key; null takes the student's.
+        teacher: column of the key of each row's teacher; None with one teacher.
         weights: of each entry; None: 1.
         unpacked_bytes: limit of the size of a compressed file's text.
 
@@ -99,8 +106,9 @@ def read_rows(
         DataError: errors in the data, of several tables together.
     """
     columns = _Columns(
-        prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key, teacher_prompt_key
-    )
+        prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key, teacher_prompt_key,
+        teacher,
+    )  # fmt: skip
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     # Resolve all entries first: a long download must not delay an error.
@@ -114,16 +122,17 @@ def read_rows(
 
 def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
-    filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
+    filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any],
+    teacher_templates: Mapping[str, str | None] = MappingProxyType({}),
     max_teacher_prompt_length: int | None = None, keep_messages: bool = False, max_response_length: int = 0,
     loss_mask: str = ANSWER,
 ) -> list[Task]:
     """Return every row as a Task, in order. `Task.index` counts the rows of all tables, skipped ones included.
 
-    The teacher's prompt, in `teacher_template` or of other messages, must fit into `max_teacher_prompt_length` (None:
-    `max_prompt_length`), and a given completion into `max_response_length`, by the same rules as the student's prompt
-    into its limit; a completion is truncated at its end. `loss_mask` is that of given.py. Raises DataError for rows
-    that a chat template rejects, and for too long ones.
+    The teacher's prompt, in its template of `teacher_templates` (by `Task.teacher`) or of other messages, must fit into
+    `max_teacher_prompt_length` (None: `max_prompt_length`), and a given completion into `max_response_length`, by the
+    same rules as the student's prompt into its limit; a completion is truncated at its end. `loss_mask` is that of
+    given.py. Raises DataError for rows that a chat template rejects, and for too long ones.
     """
     prompts, problems, num_rows = list[Task](), list[DataError](), 0
     fit = functools.partial(_fitted, truncation=truncation, limit=max_response_length)
@@ -135,7 +144,7 @@ def make_prompts(
         )
         all_ids = tokenize(table.messages)
         lengths = list(map(len, all_ids))
-        others = _teacher_prompts(table, tokenize, teacher_template)
+        others = _teacher_prompts(table, tokenize, teacher_templates)
         other_lengths = [0] * len(all_ids) if others is None else list(map(len, others))
         answers = _given_tokens(table, all_ids, tokenizer, apply_chat_template_kwargs, loss_mask)
         answer_lengths = [0 if answer is None else len(answer.token_ids) for answer in answers]
@@ -162,7 +171,7 @@ def make_prompts(
                     messages=table.messages[row] if keep_messages else None, tools=table.tools[row],
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
-                    file=file, weight=table.weight,
+                    file=file, weight=table.weight, teacher=table.teachers[row],
                 ))  # fmt: skip
                 mask = prompts[-1].loss_mask
                 unused += [row + 1] if mask is not None and not mask.any() else []
@@ -172,7 +181,7 @@ def make_prompts(
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
-    if teacher_template is not None or any(any(table.teacher_messages) for table in tables):
+    if any(teacher_templates.values()) or any(any(table.teacher_messages) for table in tables):
         limit += f", or the teacher's than {teacher_limit}"
     if any(any(table.given) for table in tables):
         limit += f", or their given completions than data.max_response_length={max_response_length}"
@@ -181,13 +190,13 @@ def make_prompts(
 
 
 def _teacher_prompts(
-    table: Rows, tokenize: Callable[..., list[list[int]]], template: str | None
+    table: Rows, tokenize: Callable[..., list[list[int]]], templates: Mapping[str, str | None]
 ) -> list[list[int]] | None:
-    """Return the token ids of the prompts that the teacher reads; None if they are the student's."""
-    if template is None and not any(table.teacher_messages):
+    """Return the token ids of the prompts that the teachers read; None if they are the student's."""
+    if not any(templates.values()) and not any(table.teacher_messages):
         return None
     shown = [own or student for own, student in zip(table.teacher_messages, table.messages, strict=True)]
-    return tokenize(shown, template=template)
+    return tokenize(shown, templates=[templates.get(key) for key in table.teachers])
 
 
 def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:
@@ -202,6 +211,7 @@ def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:
 def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> Rows:
     wanted = {columns.prompt, columns.data_source, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
     wanted |= {name for name in (columns.response, columns.excluded_spans, columns.teacher_prompt) if name}
+    wanted |= {columns.teacher.name} if columns.teacher else set()
     wanted |= set() if columns.answer is None else {columns.answer, columns.answer.split(".")[0]}
     names, rows = read_table(source, where, wanted)
     listed = ", ".join(names)
@@ -225,7 +235,8 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
     tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
     answers = _answers(names, rows, columns.answer, where)
     shown = [_teacher_messages(values, columns, f"{where}, row {row}") for row, values in enumerate(rows, 1)]
-    return Rows(where, source.name, chats, shown, tools, answers, sources, infos, given, weight)
+    keys = columns.teacher.read(names, rows, where) if columns.teacher else [DEFAULT_TEACHER] * len(rows)
+    return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight)
 
 
 def _teacher_messages(values: dict[str, Any], columns: _Columns, where: str) -> Chat | None:

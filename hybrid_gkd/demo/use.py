@@ -56,7 +56,9 @@ def used_demos(config: Config) -> dict[Path, Callable[[], DemoPaths]]:
     }
     known |= {gpu_demo_dir(device): partial(build_gpu_demo, device) for device in RECIPES}
     arr = config.actor_rollout_ref
-    paths = [arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files]
+    teachers = (arr.teacher, *config.distillation.teacher_models.values())
+    paths = [arr.model.path, *(teacher.model.path for teacher in teachers)]
+    paths += [*config.data.train_files, *config.data.val_files]
     return {root: build for root, build in known.items() if any(Path(p).is_relative_to(root) for p in paths if p)}
 
 

@@ -34,11 +34,11 @@ class Facts:
     """Number of GPUs of this machine that are visible to this process."""
     gpu_bytes: int | None = None
     """Memory of the first GPU; None without one, or if the workers use none."""
-    local_teacher: TeacherPlacement | None = None
-    """Placement of the teacher that the run starts; None without one."""
+    local_teachers: dict[str, TeacherPlacement] = field(default_factory=dict)
+    """Label -> placement of each teacher that the run starts."""
     tokenizer: Any = None
-    teacher_tokenizer: Any = None
-    """Tokenizer of the teacher that the run starts; None without one."""
+    teacher_tokenizers: dict[str, Any] = field(default_factory=dict)
+    """Label -> tokenizer of each teacher that the run starts."""
     first_chat: Chat | None = None
     """First training prompt."""
     stop_token_ids: list[int] = field(default_factory=list)

@@ -3,17 +3,21 @@ a high probability to its own completions."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import time
 from concurrent.futures import wait
 
 import numpy as np
 
+from hybrid_gkd.config import RunTeacher
 from hybrid_gkd.data.chat_template import tokenize_chats
 from hybrid_gkd.errors import DataError, TeacherMismatch, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
+from hybrid_gkd.launch.routing import for_each_teacher
 from hybrid_gkd.launch.teacher import connect, opened_store
 from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, teacher_settings
@@ -35,29 +39,32 @@ SCORES_SECONDS = 10.0
 
 
 def check_compatibility(facts: Facts) -> str:
-    """Check that teacher and student have the same tokens; warn if chat templates or end-of-text tokens differ."""
-    config, section = facts.config, facts.config.actor_rollout_ref.teacher
-    if not config.distillation.enabled:
-        return "no teacher"
+    """Check that teachers and student have the same tokens; warn if chat templates or end-of-text tokens differ."""
+    return for_each_teacher(facts.config, functools.partial(check_teacher_tokens, facts)) or "no teacher"
+
+
+def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
+    """Compare the tokens of a teacher with the student's."""
+    config, section = teacher.config, teacher.section
     if section.is_stored:
         with opened_store(config, facts.tokenizer) as (_, stored):
-            changed = check_same_teacher(facts, stored.model)
+            changed = check_same_teacher(facts, teacher, stored.model)
         if facts.num_ids is not None and stored.num_ids > facts.num_ids:
             raise TeacherMismatch(
                 f"{section.cache} has scores of {stored.num_ids} ids, but the student's embedding has only "
                 f"{facts.num_ids} rows for tokens: score the completions for this student "
                 "(python -m hybrid_gkd.teacher score --student)"
             )
-        check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=True)
+        check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=teacher.key)
         return "\n".join([f"{stored} has the student's vocabulary", *changed])
     if section.server_ip is not None:
-        with connect(config, facts.tokenizer, section.endpoints) as client:
+        with connect(teacher, facts.tokenizer, section.endpoints) as client:
             model = next(iter(client.served.values()))
-        check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=True)
-        changed = check_same_teacher(facts, model)
-        check_ends_and_template(facts, model.model, model.chat_template, list(model.stop_token_ids))
+        check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=teacher.key)
+        changed = check_same_teacher(facts, teacher, model)
+        check_ends_and_template(facts, teacher, model.model, model.chat_template, list(model.stop_token_ids))
         return "\n".join([f"{model.model} scores the student's completions", *changed])
-    own, path = facts.teacher_tokenizer, section.model.path
+    own, path = facts.teacher_tokenizers[teacher.label], section.model.path
     assert path is not None
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
         raise TeacherMismatch(
@@ -74,32 +81,34 @@ def check_compatibility(facts: Facts) -> str:
         )  # fmt: skip
     with prefix_errors(TEACHER_PATH):
         ends = stop_token_ids(path, own)
-    check_ends_and_template(facts, path, own.chat_template, ends)
+    check_ends_and_template(facts, teacher, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"
 
 
-def check_same_teacher(facts: Facts, model: ModelInfo) -> list[str]:
-    """Add the teacher to the settings of the run; return notes if it is another one than that of the checkpoint.
+def check_same_teacher(facts: Facts, teacher: RunTeacher, model: ModelInfo) -> list[str]:
+    """Add a teacher to the settings of the run; return notes if it is another one than that of the checkpoint.
 
-    Raises ConfigError unless `actor_rollout_ref.teacher.allow_teacher_change` is set.
+    Raises ConfigError unless its `allow_teacher_change` is set.
     """
-    section = facts.config.actor_rollout_ref.teacher
+    section = teacher.section
     name = section.model.path if section.is_local and section.model.path is not None else model.model
-    found = teacher_settings(name, model.weights)
+    found = teacher_settings(teacher.where, name, model.weights)
     facts.settings |= found
     return accepted_changes(facts.resumption, facts.config, found) if facts.resumption is not None else []
 
 
-def check_ends_and_template(facts: Facts, teacher: str, template: str | None, ends: list[int]) -> None:
+def check_ends_and_template(
+    facts: Facts, teacher: RunTeacher, model: str, template: str | None, ends: list[int]
+) -> None:
     """Warn if the teacher's chat template or end-of-text tokens differ from the student's.
 
     `ends` is empty if a service does not report them. Raises TeacherMismatch if no token ends the completions of both.
     """
-    section, student = facts.config.actor_rollout_ref.teacher, facts.config.actor_rollout_ref.model.path
+    section, student = teacher.section, facts.config.actor_rollout_ref.model.path
     if not section.check_fit or not ends:
         return
     own, theirs = (f"{ids} {facts.tokenizer.convert_ids_to_tokens(ids)}" for ids in (facts.stop_token_ids, ends))
-    differ = f"the teacher {teacher} ends its completions with the tokens {theirs}, the student {student} with {own}"
+    differ = f"the teacher {model} ends its completions with the tokens {theirs}, the student {student} with {own}"
     if not set(ends) & set(facts.stop_token_ids):
         raise TeacherMismatch(
             f"actor_rollout_ref.teacher: {differ}: the student would learn to never end its completions; "
@@ -111,7 +120,7 @@ def check_ends_and_template(facts: Facts, teacher: str, template: str | None, en
     if section.chat_template is None and shown[0] != shown[1]:
         logger.warning(
             "the chat templates differ: the teacher %s will read %r, as the student %s does; its own template gives "
-            "%r (set actor_rollout_ref.teacher.chat_template to use it)", teacher, shown[0], student, shown[1],
+            "%r (set %s.chat_template to use it)", model, shown[0], student, shown[1], teacher.where,
         )  # fmt: skip
 
 
@@ -120,29 +129,30 @@ def rendered_first_prompt(facts: Facts, template: str | None) -> str:
     chat = facts.first_chat or [{"role": "user", "content": "Hello"}]
     options = facts.config.data.apply_chat_template_kwargs
     try:
-        (ids,) = tokenize_chats([chat], facts.tokenizer, options, "the first prompt", template)
+        (ids,) = tokenize_chats([chat], facts.tokenizer, options, "the first prompt", [template])
     except DataError as error:
         return str(error)
     text = facts.tokenizer.decode(ids)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
-def check_confidence(facts: Facts, teacher: TeacherClient) -> str:
+def check_confidence(facts: Facts, teacher: RunTeacher, client: TeacherClient) -> str:
     """Let the teacher generate greedily, through its scores, and warn if it gives these completions a low probability.
 
     Raises TeacherError: the service cannot score.
     """
     config = facts.config
-    if not config.actor_rollout_ref.teacher.check_fit or config.distillation.temperature != 1:
-        return "skipped (actor_rollout_ref.teacher.check_fit=false, or a temperature other than 1)"
+    if not teacher.section.check_fit or config.distillation.temperature != 1:
+        return f"skipped ({teacher.where}.check_fit=false, or a temperature other than 1)"
     length = min(NUM_TOKENS, config.data.max_response_length)
+    own = (prompt for prompt in facts.train_prompts or facts.val_prompts if prompt.teacher == teacher.key)
     prompts = [
         prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
-        for prompt in (facts.train_prompts or facts.val_prompts)[:NUM_PROMPTS]
+        for prompt in itertools.islice(own, NUM_PROMPTS)
     ]
     ends = facts.stop_token_ids
-    with teacher.uncounted():
-        logprobs = greedy_logprobs(teacher, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
+    with client.uncounted():
+        logprobs = greedy_logprobs(client, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
     if not logprobs:
         return f"no scores within {Timeout(SCORES_SECONDS)}"
     mean = float(np.mean(logprobs))
@@ -150,8 +160,8 @@ def check_confidence(facts: Facts, teacher: TeacherClient) -> str:
     if mean < LOW_CONFIDENCE:
         logger.warning(
             "the teacher gives its own greedy completions a low probability: %s, where about -0.3 is usual; likely "
-            "causes are a chat template that it was not trained with (actor_rollout_ref.teacher.chat_template), "
-            "prompts unlike its training data, or untrained or damaged weights", found,
+            "causes are a chat template that it was not trained with (%s.chat_template), prompts unlike its training "
+            "data, or untrained or damaged weights", found, teacher.where,
         )  # fmt: skip
     return found
 

@@ -15,12 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hybrid_gkd.config import RunTeacher, run_teachers
 from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import load, parse
 from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
+from hybrid_gkd.launch.routing import for_each_teacher
 from hybrid_gkd.launch.self_test import self_test
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
@@ -37,10 +39,15 @@ SELF_TEST = "take one training step with the student as its own teacher and chec
 
 
 def teacher_confidence(facts: Facts) -> str:
-    """Check the confidence of a teacher service; a teacher that the run starts is checked after it has loaded."""
-    endpoints = facts.config.actor_rollout_ref.teacher.endpoints
-    with connect(facts.config, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
-        return check_confidence(facts, client)
+    """Check the confidence of teacher services; a teacher that the run starts is checked after it has loaded."""
+
+    def check(teacher: RunTeacher) -> str:
+        if teacher.section.server_ip is None:
+            return "checked by the run"
+        with connect(teacher, facts.tokenizer, teacher.section.endpoints, num_ids=facts.num_ids) as client:
+            return check_confidence(facts, teacher, client)
+
+    return for_each_teacher(facts.config, check)
 
 
 class PlacedWorkers:
@@ -61,7 +68,7 @@ class PlacedWorkers:
         self.logs = Path(tempfile.mkdtemp(prefix="hybrid_gkd_doctor_"))
         group = WorkerGroup(config, device=facts.device, load=False, log_folder=self.logs)
         self.group = self._stack.enter_context(contextlib.closing(group))
-        refuse_teacher_gpu(facts.local_teacher, group.placements)
+        refuse_teacher_gpu(facts.local_teachers, group.placements)
         return "\n".join(f"{place.worker}: {place}" for place in group.placements)
 
     def free_memory(self, facts: Facts) -> str:
@@ -106,7 +113,7 @@ def examine(options: argparse.Namespace) -> int:
         return 1
     report, facts = Report(), Facts(config)
     report.run_all(CHECKS, facts)
-    if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is not None:
+    if any(teacher.section.server_ip is not None for teacher in run_teachers(config)):
         report.run_all([Check("teacher confidence", teacher_confidence, after=("compatibility", "data"))], facts)
     with contextlib.ExitStack() as stack:
         report.run_all(PlacedWorkers(stack).checks, facts)

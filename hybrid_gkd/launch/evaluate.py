@@ -83,7 +83,7 @@ def base_config(options: argparse.Namespace) -> Config:
     options.overrides = [*overrides, *own, *files]
     config = load(options)
     teacher = config.actor_rollout_ref.teacher
-    given = teacher.model.path is not None or teacher.server_ip is not None
+    given = teacher.model.path is not None or teacher.server_ip is not None or config.distillation.teacher_models
     if given and not any(override.startswith("distillation.enabled=") for override in own):
         config.distillation.enabled = True
         raise_all(broken_rules(config, wrong=set()))

@@ -14,9 +14,9 @@ import torch
 
 from hybrid_gkd.compat.vllm.architectures import cannot_be_served, unknown_arguments
 from hybrid_gkd.compat.vllm.versions import vllm_available, vllm_version
-from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig
+from hybrid_gkd.config import REWARD_MODEL_PATH, UNNAMED, Config, ModelConfig, RunTeacher, run_teachers
 from hybrid_gkd.data.prompts import make_prompts, read_rows
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors, rename_section
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.data_checks import (
     check_data_sources,
@@ -25,6 +25,7 @@ from hybrid_gkd.launch.data_checks import (
     describe_dropped_prompts,
 )
 from hybrid_gkd.launch.presence import check_model_folder
+from hybrid_gkd.launch.routing import describe_routing, for_each_teacher, teacher_column
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import (
     check_end,
@@ -35,7 +36,7 @@ from hybrid_gkd.models.tokenizer import (
     tokenizer_hash,
 )
 from hybrid_gkd.models.weight_files import check_weights
-from hybrid_gkd.offload.needs import place_teacher, trained_models
+from hybrid_gkd.offload.needs import place_teachers, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_checksums, template_checksums
 from hybrid_gkd.ppo.steps import total_steps
@@ -165,11 +166,15 @@ def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> N
 
 
 def teacher(facts: Facts) -> str:
-    """Check that every given service answers, or the folder of the model that the run starts as teacher."""
-    config, section = facts.config, facts.config.actor_rollout_ref.teacher
-    facts.local_teacher = place_teacher(config, device=facts.device, gpus=facts.gpus)
-    if not config.distillation.enabled:
-        return "none is needed"
+    """Check that every given service answers, or the folders of the models that the run starts as teachers."""
+    config = facts.config
+    facts.local_teachers = place_teachers(config, device=facts.device, gpus=facts.gpus)
+    return for_each_teacher(config, functools.partial(check_teacher, facts)) or "none is needed"
+
+
+def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
+    """Check that a teacher's service answers, or the folder of its model."""
+    config, section, label = teacher.config, teacher.section, teacher.label
     if section.cache is not None:
         with prefix_errors("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
             stored = len(store)
@@ -191,10 +196,11 @@ def teacher(facts: Facts) -> str:
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
         check_arguments("actor_rollout_ref.teacher.engine_kwargs.vllm", section.engine_kwargs.vllm)
         check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
-    check_rows("teacher", path, rows, facts, of_teacher=True)
+    check_rows("teacher", path, rows, facts, of_teacher=teacher.key)
     check_teacher_weights(path, config)
-    facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    return f"the run will start {path} on {facts.local_teacher}"
+    trusts = config.actor_rollout_ref.model.trust_remote_code
+    facts.teacher_tokenizers[label] = load_tokenizer(path, trust_remote_code=trusts)
+    return f"the run will start {path} on {facts.local_teachers[label]}"
 
 
 def teacher_template(given: str | None) -> str | None:
@@ -225,8 +231,8 @@ def files(facts: Facts) -> str:
     read = functools.partial(
         read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
         extra_info=reward.custom_reward_function.path is not None, teacher_prompt_key=section.teacher_prompt_key,
-        unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
-    )
+        teacher=teacher_column(facts.config), unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
+    )  # fmt: skip
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
         else read(
@@ -242,13 +248,16 @@ def files(facts: Facts) -> str:
 
 def data(facts: Facts) -> str:
     """Tokenize all prompts and check their lengths, and that they fill a training batch."""
-    section, enabled = facts.config.data, facts.config.distillation.enabled
-    own = teacher_template(facts.config.actor_rollout_ref.teacher.chat_template if enabled else None)
+    section, templates = facts.config.data, dict[str, str]()
+    for teacher in run_teachers(facts.config):
+        with rename_section(UNNAMED, teacher.where):
+            own = teacher_template(teacher.section.chat_template)
+        templates |= {teacher.key: own} if own is not None else {}
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-        teacher_template=own, keep_messages=facts.config.uses_reward_model,
+        teacher_templates=templates, keep_messages=facts.config.uses_reward_model,
         max_response_length=section.max_response_length, loss_mask=section.loss_mask,
         max_teacher_prompt_length=section.max_teacher_prompt_length,
     )  # fmt: skip
@@ -256,7 +265,8 @@ def data(facts: Facts) -> str:
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
-    facts.settings |= template_checksums(facts.tokenizer.chat_template, own)
+    sections = {teacher.where: templates.get(teacher.key) for teacher in run_teachers(facts.config)}
+    facts.settings |= template_checksums(facts.tokenizer.chat_template, sections)
     facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
@@ -268,13 +278,14 @@ def data(facts: Facts) -> str:
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
     check_distinct(facts)
     check_data_sources(facts)
+    chosen = describe_routing(facts.config, facts.train_prompts)
     given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
     left = describe_dropped_prompts(facts.config, facts.train_prompts, facts.steps)
     return (
         f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
-        f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}"
+        f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}{chosen}"
     )
 
 
@@ -328,14 +339,17 @@ def check_teacher_weights(path: str, config: Config) -> None:
     check_weights(TEACHER_PATH, path, shapes)
 
 
-def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
+def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str | None = None) -> None:
     """Limit drawn and scored ids to a model's embedding `rows`, and warn of tokens that this excludes.
 
-    Such tokens were added to the tokenizer only, or to another model. Raises DataError: a prompt, or the teacher's
-    version of it, has one; ModelError: only such tokens end a completion.
+    Such tokens were added to the tokenizer only, or to another model. `of_teacher`: key of the teacher whose prompts
+    are checked; None checks the student's. Raises DataError: a prompt has one; ModelError: only such tokens end a
+    completion.
     """
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
+            if of_teacher not in (None, prompt.teacher):
+                continue
             ids = prompt.teacher_ids if of_teacher and prompt.teacher_ids is not None else prompt.token_ids
             if prompt.response_ids is not None:
                 ids = np.concatenate([ids, prompt.response_ids])

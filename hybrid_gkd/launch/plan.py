@@ -10,11 +10,12 @@ import math
 import os
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from hybrid_gkd.config import CheckpointConfig, Config
+from hybrid_gkd.config import CheckpointConfig, Config, has_several_teachers, run_teachers
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
@@ -66,21 +67,22 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config, trained: tuple[TrainedSpec, ...], device: str, teacher: TeacherPlacement | None = None, *,
+    config: Config, trained: tuple[TrainedSpec, ...], device: str,
+    teachers: Mapping[str, TeacherPlacement] = MappingProxyType({}), *,
     engine: str = "none", gpu_bytes: int | None = None, steps: int | None = None, steps_done: int = 0,
 ) -> RunPlan:
-    """Make the plan of a run.
+    """Make the plan of a run, with local `teachers` by label.
 
     The GPUs of a given cluster are checked after the workers are placed, see `check_free_memory`. Raises ConfigError: a
     phase does not fit into this machine's GPU; ModelError: a model's configuration cannot be read.
     """
-    memory, gpu_fractions = plan_memory(config, trained, device, teacher), dict[str, float]()
+    memory, gpu_fractions = plan_memory(config, trained, device, teachers), dict[str, float]()
     card_bytes = gpu_bytes if config.ray_init.address is None else None
     if card_bytes is not None:
         memory.check(card_bytes)
         gpu_fractions["rollout engine"] = memory.engine_fraction(card_bytes)
-        if teacher is not None:
-            gpu_fractions["local teacher"] = memory.teacher_fraction(card_bytes)
+        for label in teachers:
+            gpu_fractions[f"local {label}"] = memory.teacher_fraction(card_bytes, label)
     loaded = describe_loading(config, device=device, engine=engine)
     times = (duration_line(config, steps, steps_done),) if steps else ()
     return RunPlan(
@@ -112,11 +114,15 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
             f"{refill.max_num_gen_batches} generation batches of "
             f"{config.data.gen_batch_size or config.data.train_batch_size} prompts per step"
         )
-    if config.distillation.enabled:
-        where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
-        where = f"scores in {arr.teacher.cache}" if arr.teacher.is_stored else where
+    for teacher in run_teachers(config):
+        section = teacher.section
+        where = ", ".join(section.endpoints) if section.server_ip else "started by this run"
+        where = f"scores in {section.cache}" if section.is_stored else where
+        where += f", key {teacher.key}" if has_several_teachers(config) else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
-        lines.append(f"teacher: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}")
+        lines.append(
+            f"{teacher.label}: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}"
+        )
     return tuple(lines)
 
 
@@ -220,8 +226,8 @@ def loading_line(loaded: dict[str, Any], project: Path) -> str:
 def describe_loading(config: Config, *, device: str, engine: str) -> dict[str, Any]:
     """Return the value of `RunPlan.loaded`; models are folders or hub ids."""
     arr, workers = config.actor_rollout_ref, [config.world_size, config.rollout_world_size]
-    own_teacher = config.distillation.enabled and arr.teacher.is_local
-    paths = [arr.model.path] + [arr.teacher.model.path or ""] * own_teacher
+    teachers = [teacher.section for teacher in run_teachers(config)]
+    paths = [arr.model.path, *(section.model.path or "" for section in teachers if section.is_local)]
     paths += [config.critic_model.path] * config.uses_critic
     paths += [config.reward_model.model.path or ""] * config.uses_reward_model
     paths += [config.ref_model.path] * config.has_reference_model
@@ -270,7 +276,7 @@ def check_free_memory(memory: Memory, placements: list[Placement], *, beside_tea
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in on_gpus):
         memory.check(total_bytes, role)
     computed = memory.configured_fraction is None  # then from the free memory
-    ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if beside_teacher else set())
+    ignored = ({"kv_cache"} if computed else set()) | (memory.teachers.keys() if beside_teacher else set())
     for place in on_gpus:
         for phase, owners in memory.phases(place.total_bytes).items():
             needed = sum(value for name, value in owners.items() if name not in ignored)

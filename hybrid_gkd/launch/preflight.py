@@ -24,7 +24,7 @@ import torch
 import hybrid_gkd
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.repetitions import detects_repetitions
-from hybrid_gkd.config import MODEL, Config
+from hybrid_gkd.config import MODEL, Config, run_teachers
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
@@ -39,7 +39,7 @@ from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.losses.token_weights import check_token_weights
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, learning_settings, teacher_settings
+from hybrid_gkd.ppo.resuming import learning_settings, teacher_settings
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.runtime.imports import is_import_path, load_object
@@ -211,8 +211,9 @@ def checkpoint(facts: Facts) -> str:
     """Find the checkpoint to resume from, and check that it is intact and belongs to this run and its settings."""
     assert facts.steps is not None
     facts.settings |= learning_settings(facts.config, steps=facts.steps)
-    if TEACHER_PATH in facts.settings:
-        facts.settings |= teacher_settings(facts.settings[TEACHER_PATH], local_weights(facts.config))
+    for teacher in run_teachers(facts.config):
+        if (path := facts.settings.get(f"{teacher.where}.model.path")) is not None:
+            facts.settings |= teacher_settings(teacher.where, path, local_weights(teacher.config))
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )
@@ -236,7 +237,7 @@ def disk(facts: Facts) -> str:
 def plan(facts: Facts) -> str:
     """Make the plan of the run, and check that each phase fits into this machine's GPU."""
     facts.plan = make_plan(
-        facts.config, facts.trained, facts.device, facts.local_teacher, engine=facts.engine,
+        facts.config, facts.trained, facts.device, facts.local_teachers, engine=facts.engine,
         gpu_bytes=facts.gpu_bytes, steps=facts.steps, steps_done=facts.steps_done,
     )
     return str(facts.plan)

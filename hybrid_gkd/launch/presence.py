@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from hybrid_gkd.config import REWARD_MODEL_PATH, Config
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, run_teachers
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ModelError, call_all
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
-from hybrid_gkd.ppo.resuming import TEACHER_PATH
 
 
 def check_paths_exist(config: Config, demos: Collection[Path] = ()) -> None:
@@ -22,16 +22,17 @@ def check_paths_exist(config: Config, demos: Collection[Path] = ()) -> None:
     def expected(path: str) -> bool:
         return not any(Path(path).is_relative_to(demo) for demo in demos)
 
-    model, teacher, data = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher, config.data
+    model, data = config.actor_rollout_ref.model, config.data
     train_files, val_files = (list(filter(expected, files)) for files in (data.train_files, data.val_files))
     looks: list[Callable[[], object]] = []
     if expected(model.path):
         looks.append(lambda: check_model_folder("actor_rollout_ref.model.path", model.path))
     looks.append(lambda: config.trainer.val_only or find_sources(train_files, "data.train_files"))
     looks.append(lambda: find_sources(val_files, "data.val_files"))
-    path = teacher.model.path
-    if config.distillation.enabled and teacher.server_ip is None and path is not None and expected(path):
-        looks.append(lambda: check_model_folder(TEACHER_PATH, path))
+    for teacher in run_teachers(config):
+        path = teacher.section.model.path
+        if teacher.section.server_ip is None and path is not None and expected(path):
+            looks.append(functools.partial(check_model_folder, f"{teacher.where}.model.path", path))
     scores = config.reward_model.model.path
     if config.uses_reward_model and scores is not None:
         looks.append(lambda: check_model_folder(REWARD_MODEL_PATH, scores))

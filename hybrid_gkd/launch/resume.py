@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.errors import CheckpointError, ConfigError
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, changed_settings, state_to_resume
+from hybrid_gkd.ppo.resuming import changed_settings, state_to_resume
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, load_state
 
 logger = logging.getLogger(__name__)
@@ -90,10 +90,12 @@ def accepted_changes(resumption: Resumption, config: Config, settings: dict[str,
     if not changed or config.trainer.val_only:
         return []
     text = f"{resumption.folder} was trained with other settings (was -> is):\n" + "\n".join(changed)
-    teacher = [line for line in changed if line.startswith(TEACHER_PATH)]
-    keys = [] if config.trainer.allow_changed_config or teacher == changed else ["trainer.allow_changed_config"]
-    if teacher and not config.actor_rollout_ref.teacher.allow_teacher_change:
-        keys.append("actor_rollout_ref.teacher.allow_teacher_change")
+    all_teachers = run_teachers(config)
+    teachers = [each for line in changed for each in all_teachers if line.startswith(f"{each.where}.model.path")]
+    others = len(teachers) < len(changed) and not config.trainer.allow_changed_config
+    keys = ["trainer.allow_changed_config"] if others else []
+    refused = (each.where for each in teachers if not each.section.allow_teacher_change)
+    keys += [f"{where}.allow_teacher_change" for where in dict.fromkeys(refused)]
     if not keys:
         return [text]
     raise ConfigError(

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
-from hybrid_gkd.config import Config, updates_per_step
+from hybrid_gkd.config import Config, run_teachers, updates_per_step
 from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import CheckpointError, ConfigError, describe_error
 from hybrid_gkd.launch.checks import Facts
@@ -27,7 +27,7 @@ from hybrid_gkd.launch.compatibility import check_confidence, check_same_teacher
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, checkpoint_files, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu, with_cache
+from hybrid_gkd.launch.teacher import RunTeachers, refuse_teacher_gpu
 from hybrid_gkd.offload.budget import Memory
 from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.trainer import PPOTrainer
@@ -48,7 +48,6 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
-from hybrid_gkd.workers.liveness import check_ray
 from hybrid_gkd.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -182,8 +181,8 @@ def is_interactive(console: str) -> bool:
 def describe_placement(config: Config, plan: RunPlan) -> list[str]:
     """Return lines about the models, workers and steps of a run."""
     models = [f"student: {config.actor_rollout_ref.model.path}"]
-    if plan.memory.teacher is not None:
-        models.append(f"teacher's model: {config.actor_rollout_ref.teacher.model.path}")
+    teachers = [teacher for teacher in run_teachers(config) if teacher.label in plan.memory.teachers]
+    models += [f"{teacher.label}'s model: {teacher.section.model.path}" for teacher in teachers]
     return [*models, *plan.places, *plan.times, host_line(plan), f"run folder: {config.run_dir}"]
 
 
@@ -208,7 +207,7 @@ def write_config(config: Config) -> None:
 def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
     """Start the processes of the run and build its trainer; closing `stack` stops them. Raises HybridGKDError."""
     assert facts.plan is not None
-    config, section, memory = facts.config, facts.config.actor_rollout_ref.teacher, facts.plan.memory
+    config, memory = facts.config, facts.plan.memory
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     store = CheckpointStore(
         config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep,
@@ -218,27 +217,14 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     store.reserve()
     stack.callback(store.release)  # also if the start fails
     clock = stack.enter_context(trace_recording(config.run_dir))
-    teacher, local, loading = None, None, with_planned_caches(config, memory, facts.plan.gpu_bytes)
-    if memory.teacher is not None:
-        local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
-    elif config.distillation.enabled and not section.is_stored:
-        teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
+    loading = with_planned_caches(config, memory, facts.plan.gpu_bytes)
+    teachers = RunTeachers(facts, stack, loading or config)
     stack.enter_context(ray_cluster(config, memory.device, config.run_dir))
-    if local is not None:
-        local.check()  # raises for a port in use, before the workers load
-        if memory.shares_gpu and loading is None:
-            local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
-
-    def check_teacher() -> None:
-        check_ray()  # the workers may have nothing to do while the teacher is waited for
-        if local is not None:
-            local.check()
-
-    group = start_workers(facts, stack, loading or config, check_teacher=check_teacher)
-    if local is not None and memory.teacher is not None:
-        local.wait_ready()
-        how: dict[str, Any] = {"replicas": memory.teacher.replicas, "num_ids": facts.num_ids}
-        teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys, **how))
+    teachers.check()  # raises for a port in use, before the workers load
+    if memory.shares_gpu and loading is None:
+        teachers.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
+    group = start_workers(facts, stack, loading or config, check_teacher=teachers.check)
+    teachers.connect()
     scorer, model = None, None
     if facts.reward_texts is not None:
         model = RewardModelScorer(config, group, facts.reward_texts, clock)
@@ -256,13 +242,13 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     stack.callback(store.release)  # before the trackers close, which may have unwritten rows because of a full disk
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
-    if teacher is not None:
-        check_same_teacher(facts, next(iter(teacher.served.values())))  # known now also for a model of the hub
-        logger.info("teacher: %s", check_confidence(facts, teacher))
-    arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
-    assert facts.num_ids is not None
-    cached = stack.enter_context(with_cache(config, facts.tokenizer, teacher, facts.num_ids))
-    return GKDTrainer(config, teacher=cached, **arguments)
+    for teacher in run_teachers(config):
+        if client := teachers.clients.get(teacher.label):
+            # Known now also for a model of the hub.
+            check_same_teacher(facts, teacher, next(iter(client.served.values())))
+            logger.info("%s: %s", teacher.label, check_confidence(facts, teacher, client))
+    arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu}
+    return GKDTrainer(config, teacher=teachers.scorer(), **arguments)
 
 
 def start_workers(
@@ -295,7 +281,7 @@ def check_placement(memory: Memory, placements: list[Placement]) -> None:
     """Log the GPU of each worker. Raises ConfigError if one is too small, or other processes use too much of it."""
     for place in placements:
         logger.info("%s: %s", place.worker, place)
-    refuse_teacher_gpu(memory.teacher, placements)
+    refuse_teacher_gpu(memory.teachers, placements)
     check_free_memory(memory, placements, beside_teacher=memory.shares_gpu)
 
 

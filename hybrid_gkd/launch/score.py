@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs
@@ -97,7 +97,9 @@ def make_config(options: argparse.Namespace) -> Config:
         f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys, "data.train_batch_size": 1,
     }  # fmt: skip
     known = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
-    return load_config([*known, *options.overrides], config_name=options.config_name)
+    config = load_config([*known, *options.overrides], config_name=options.config_name)
+    config.distillation.teacher_models = {}  # the given teacher scores all completions
+    return config
 
 
 def score(options: argparse.Namespace) -> int:
@@ -127,10 +129,10 @@ def score(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
     """Connect to the given service, or start one for the duration of the block. Raises TeacherError."""
-    config = facts.config
+    config, (teacher,) = facts.config, run_teachers(facts.config)
     if options.addr is not None:
         endpoints = config.actor_rollout_ref.teacher.endpoints
-        with connect(config, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
+        with connect(teacher, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
             yield client
         return
     topk = config.distillation.topk
@@ -145,7 +147,7 @@ def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[Teac
     with service as local:
         local.wait_ready()
         how: dict[str, Any] = {"replicas": options.workers, "num_ids": facts.num_ids}
-        with connect(config, facts.tokenizer, [local.address], local.keys, **how) as client:
+        with connect(teacher, facts.tokenizer, [local.address], local.keys, **how) as client:
             yield client
 
 

@@ -7,21 +7,32 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybrid_gkd.config import Config
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.config import (
+    UNNAMED,
+    Config,
+    RunTeacher,
+    TeacherConfig,
+    has_several_teachers,
+    run_teachers,
+)
+from hybrid_gkd.errors import ConfigError, rename_section
+from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher_scorer import Teacher
+from hybrid_gkd.scoring.teacher_mixture import MixtureScorer
+from hybrid_gkd.scoring.teacher_router import TeacherRouter
+from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.engine_table import resolve_backend, weights_fingerprint
@@ -29,13 +40,14 @@ from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.workers.liveness import check_ray
 from hybrid_gkd.workers.placement import Placement, threads_per_process
 
 logger = logging.getLogger(__name__)
 
 
 def connect(
-    config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1,
+    teacher: RunTeacher, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1,
     num_ids: int | None = None,
 ) -> TeacherClient:
     """Connect to servers and check that they match the student. Raises TeacherError.
@@ -43,7 +55,7 @@ def connect(
     `keys`: replace the configured ones; `replicas`: of the model at each server; `num_ids`: number of ids to score if
     fewer than the student's.
     """
-    section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
+    config, section, model = teacher.config, teacher.section, teacher.config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     num_tokens = num_token_ids(tokenizer)
     assert section.num_microbatches is not None  # null has been replaced by the default
@@ -55,7 +67,7 @@ def connect(
         # One request at a time: then every batch of the engine is one request.
         n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
         num_microbatches=section.num_microbatches,
-        keys=keys or section.keys, allow_change=section.allow_teacher_change,
+        keys=keys or section.keys, section=teacher.where, allow_change=section.allow_teacher_change,
     )
     try:
         served = client.handshake(
@@ -65,7 +77,7 @@ def connect(
     except BaseException:
         client.close()
         raise
-    logger.info("teacher: %s at %s, engine %s", served.model, endpoints[0], served.backend)
+    logger.info("%s: %s at %s, engine %s", teacher.label, served.model, endpoints[0], served.backend)
     return client
 
 
@@ -119,15 +131,17 @@ def local_weights(config: Config) -> str:
     return weights_fingerprint(options, resolve_backend(section.backend))
 
 
-def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
-    """Return the context manager of the run's teacher service, which loads in the background. Raises ConfigError."""
-    section, place = config.actor_rollout_ref.teacher, plan.memory.teacher
+def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int) -> TeacherProcess:
+    """Return the context manager of a teacher's service, which loads in the background. Raises ConfigError.
+
+    `num_threads`: CPU threads of each replica on a machine without a GPU.
+    """
+    config, section, place = teacher.config, teacher.section, plan.memory.teachers[teacher.label]
     assert section.model.path is not None
-    assert place is not None
-    environment = teacher_environment(config, place, plan.memory.device)
+    environment = teacher_environment(section, place, plan.memory.device, num_threads)
     options = [
         f"--backend={section.backend}", f"--device={'cuda' if place.gpus else 'cpu'}",
-        f"--gpu-memory-utilization={plan.memory.teacher_fraction(plan.gpu_bytes)}",
+        f"--gpu-memory-utilization={plan.memory.teacher_fraction(plan.gpu_bytes, teacher.label)}",
         f"--tp-size={section.tensor_model_parallel_size}", f"--workers={place.replicas}",
         f"--max-model-len={config.teacher_length}", f"--dtype={section.dtype}",
         f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
@@ -136,16 +150,18 @@ def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
         options.append("--trust-remote-code")
     return TeacherProcess(
         section.model.path, port=section.server_port or 0, n_logprobs=config.distillation.topk, options=options,
-        environment=environment, start_timeout=section.start_timeout, log_path=config.run_dir / "logs" / "teacher.log",
+        environment=environment, start_timeout=section.start_timeout,
+        log_path=config.run_dir / "logs" / f"{teacher.label.replace(' ', '_')}.log",
     )
 
 
-def teacher_environment(config: Config, place: TeacherPlacement, device: str) -> dict[str, str]:
+def teacher_environment(
+    section: TeacherConfig, place: TeacherPlacement, device: str, num_threads: int
+) -> dict[str, str]:
     """Return the environment variables that set its GPUs or its number of CPU threads.
 
     Raises ConfigError if a local teacher needs more GPUs than there are.
     """
-    section = config.actor_rollout_ref.teacher
     if place.gpus:
         gpus = visible_gpus()
         if not gpus:
@@ -155,15 +171,95 @@ def teacher_environment(config: Config, place: TeacherPlacement, device: str) ->
             rule = f"all replicas (num_replicas) together need {needed} GPUs, {len(gpus)} are visible"
             raise ConfigError(key, rule, section.tensor_model_parallel_size)
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in place.gpus)}
-    return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
+    return {"OMP_NUM_THREADS": str(num_threads)} if device == "cpu" else {}
 
 
-def refuse_teacher_gpu(teacher: TeacherPlacement | None, placements: list[Placement]) -> None:
+class RunTeachers:
+    """The teachers of a run: services that it starts, which load in the background, and clients of all.
+
+    Given services are connected at once. Raises TeacherError, ConfigError.
+
+    Args:
+        facts: results of the checks.
+        stack: closing it ends services and connections.
+        loading: configuration with which models load.
+    """
+
+    def __init__(self, facts: Facts, stack: contextlib.ExitStack, loading: Config):
+        assert facts.plan is not None
+        self.facts, self.stack, self.places = facts, stack, facts.plan.memory.teachers
+        self.clients: dict[str, TeacherClient] = {}
+        """Connected teachers by label."""
+        self.processes: dict[str, TeacherProcess] = {}
+        """Services of this run by label."""
+        num_threads, taken = threads_per_process(facts.config), set[int]()
+        for teacher in run_teachers(loading):
+            with rename_section(UNNAMED, teacher.where):
+                if teacher.label in self.places:
+                    gpus = set(self.places[teacher.label].gpus)
+                    if gpus & taken:
+                        self.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
+                    taken |= gpus
+                    process = make_teacher_process(teacher, facts.plan, num_threads)
+                    self.processes[teacher.label] = stack.enter_context(process)
+                elif not teacher.section.is_stored:
+                    self._connect(teacher, teacher.section.endpoints)
+
+    def check(self) -> None:
+        """Raise TeacherError if a service of this run has ended, WorkerError if Ray has.
+
+        The workers may have nothing to do while a teacher is waited for.
+        """
+        check_ray()
+        for process in self.processes.values():
+            process.check()
+
+    def wait_ready(self) -> None:
+        """Wait for the services of this run. Raises TeacherError."""
+        for teacher in run_teachers(self.facts.config):
+            if teacher.label in self.processes:
+                with rename_section(UNNAMED, teacher.where):
+                    self.processes[teacher.label].wait_ready()
+
+    def connect(self) -> None:
+        """Connect to the services of this run once they are ready. Raises TeacherError."""
+        self.wait_ready()
+        for teacher in run_teachers(self.facts.config):
+            local = self.processes.get(teacher.label)
+            if local is not None:
+                self._connect(teacher, [local.address], local.keys, replicas=self.places[teacher.label].replicas)
+
+    def _connect(self, teacher: RunTeacher, endpoints: list[str], keys: Path | None = None, replicas: int = 1) -> None:
+        client = connect(
+            teacher, self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=self.facts.num_ids
+        )
+        self.clients[teacher.label] = self.stack.enter_context(client)
+
+    def scorer(self) -> TeacherScorer:
+        """Return the scorer of all teachers, with their stores of scores. Raises TeacherError."""
+        groups, facts = defaultdict[str, dict[str, tuple[float, TeacherScorer]]](dict), self.facts
+        assert facts.num_ids is not None
+        for teacher in run_teachers(facts.config):
+            with rename_section(UNNAMED, teacher.where):
+                client = self.clients.get(teacher.label)
+                cached = with_cache(teacher.config, facts.tokenizer, client, facts.num_ids)
+                own = TeacherScorer(self.stack.enter_context(cached))
+            if not has_several_teachers(facts.config):
+                return own
+            groups[teacher.key][teacher.where.rpartition(".")[2]] = teacher.weight, own
+        return TeacherRouter({
+            key: MixtureScorer(group) if len(group) > 1 else next(iter(group.values()))[1]
+            for key, group in groups.items()
+        })
+
+
+def refuse_teacher_gpu(teachers: Mapping[str, TeacherPlacement], placements: list[Placement]) -> None:
     """Raise ConfigError if Ray assigned the GPU of a local teacher to a worker."""
-    if teacher is None or teacher.shares_gpu or not any(place.gpu for place in placements):
+    gpus = [gpu for teacher in teachers.values() if not teacher.shares_gpu for gpu in teacher.gpus]
+    if not any(place.gpu for place in placements):
         return
     host = socket.gethostname()
-    ids = {f"{host} {torch.cuda.get_device_properties(index).uuid}": index for index in teacher.gpus}
+    ids = {f"{host} {torch.cuda.get_device_properties(index).uuid}": index for index in gpus}
     for place in placements:
         if place.gpu in ids:
             raise ConfigError(

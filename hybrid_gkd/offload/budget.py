@@ -115,9 +115,11 @@ class Memory:
     engine: EngineMemory
     configured_fraction: float | None
     """Configured fraction of a GPU; None if it is computed."""
-    teacher: TeacherPlacement | None
-    teacher_bytes: tuple[float, float]
-    """Bytes of the teacher's weights, and of its KV cache or largest forward pass, on each GPU that it shares."""
+    teachers: dict[str, TeacherPlacement]
+    """Label -> placement of each teacher that the run starts."""
+    teacher_bytes: dict[str, tuple[float, float]]
+    """Label -> bytes of a teacher's weights, and of its KV cache or largest forward pass, on each GPU that it shares
+    with workers."""
 
     def phases(self, total_bytes: int | None) -> dict[str, dict[str, float]]:
         """Return phase -> owner -> bytes on each device.
@@ -140,8 +142,8 @@ class Memory:
             present |= self.passes.get(phase, {})
             if self.hybrid and on_gpu and "engine_weights" not in present:
                 present["sleeping engine"] = SLEEPING_ENGINE_BYTES
-            if total_bytes is not None and self.shares_gpu:
-                present["teacher"] = self.teacher_fraction(total_bytes) * total_bytes
+            if total_bytes is not None:
+                present |= {name: share * total_bytes for name, share in self._shared_fractions(total_bytes).items()}
             phases[phase] = present
         return phases
 
@@ -158,22 +160,27 @@ class Memory:
     @property
     def shares_gpu(self) -> bool:
         """Return whether a local teacher uses a GPU of a worker."""
-        return self.teacher is not None and self.teacher.shares_gpu
+        return any(place.shares_gpu for place in self.teachers.values())
 
-    def teacher_fraction(self, total_bytes: int | None) -> float:
-        """Return the local teacher's fraction of a GPU; `total_bytes` is needed if workers share it."""
-        assert self.teacher is not None
-        if self.teacher.fraction is not None:
-            return self.teacher.fraction
+    def teacher_fraction(self, total_bytes: int | None, label: str = "teacher") -> float:
+        """Return a local teacher's fraction of a GPU; `total_bytes` is needed if workers share it."""
+        given = self.teachers[label].fraction
+        if given is not None:
+            return given
         assert total_bytes is not None
-        return math.ceil(100 * (sum(self.teacher_bytes) + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
+        return math.ceil(100 * (sum(self.teacher_bytes[label]) + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
+
+    def _shared_fractions(self, total_bytes: int) -> dict[str, float]:
+        """Return label -> fraction of the teachers on a worker's GPU."""
+        shared = (label for label, place in self.teachers.items() if place.shares_gpu)
+        return {label: self.teacher_fraction(total_bytes, label) for label in shared}
 
     def engine_fraction(self, total_bytes: int) -> float:
         """Return the configured fraction of the engine, or the one computed for an empty GPU, minus the teacher on
         it."""
         if self.configured_fraction is not None:
             return self.configured_fraction
-        taken = self.teacher_fraction(total_bytes) if self.shares_gpu else 0.0
+        taken = sum(self._shared_fractions(total_bytes).values())
         return self.engine_memory.fraction(total_bytes=total_bytes, free_bytes=int((1 - taken) * total_bytes))
 
     @property

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
-from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig, prompts_per_update
+from hybrid_gkd.config import (
+    ActorConfig,
+    CheckpointConfig,
+    Config,
+    CriticConfig,
+    RolloutConfig,
+    has_several_teachers,
+    prompts_per_update,
+    run_teachers,
+)
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
 from hybrid_gkd.offload.budget import (
     ENGINE_WORKSPACE_BYTES,
@@ -43,6 +56,32 @@ def place_teacher(config: Config, *, device: str, gpus: int) -> TeacherPlacement
     return TeacherPlacement(replicas, tuple(range(first, first + size * replicas)), shares, fraction)
 
 
+def place_teachers(config: Config, *, device: str, gpus: int) -> dict[str, TeacherPlacement]:
+    """Return label -> placement of each teacher that the run starts.
+
+    Several teachers on GPUs that no worker needs are spread over these, and divide the memory of a GPU evenly where
+    there are more teachers than GPUs.
+    """
+    teachers, found = run_teachers(config), dict[str, TeacherPlacement]()
+    for teacher in teachers:
+        place = place_teacher(teacher.config, device=device, gpus=gpus)
+        found |= {teacher.label: place} if place is not None else {}
+    exclusive = {label: place.gpus for label, place in found.items() if place.gpus and not place.shares_gpu}
+    first, taken = min((own[0] for own in exclusive.values()), default=0), 0
+    for label, own in exclusive.items():
+        free = max(gpus - first, len(own))
+        exclusive[label] = tuple(sorted(first + (taken + number) % free for number in range(len(own))))
+        taken += len(own)
+    users = Counter(itertools.chain.from_iterable(exclusive.values()))
+    for teacher in teachers:
+        if teacher.label in exclusive:
+            own, fraction = exclusive[teacher.label], teacher.section.gpu_memory_utilization
+            even = math.floor(100 * EXCLUSIVE_FRACTION / max(users[gpu] for gpu in own)) / 100
+            place = replace(found[teacher.label], gpus=own, fraction=even if fraction is None else fraction)
+            found[teacher.label] = place
+    return found
+
+
 @dataclass(frozen=True)
 class TrainedSpec:
     """The student, or the critic."""
@@ -68,9 +107,10 @@ def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedSpec, ...]:
 
 
 def plan_memory(
-    config: Config, trained: tuple[TrainedSpec, ...], device: str, teacher: TeacherPlacement | None = None
+    config: Config, trained: tuple[TrainedSpec, ...], device: str,
+    teachers: Mapping[str, TeacherPlacement] = MappingProxyType({}),
 ) -> Memory:
-    """Return the memory of a run. Raises ModelError, ConfigError."""
+    """Return the memory of a run with local `teachers` by label. Raises ModelError, ConfigError."""
     arr, student, on_gpu = config.actor_rollout_ref, trained[0].spec, device == "cuda"
     owners, moves, passes = dict[str, float](), dict[str, bool](), dict[str, dict[str, float]]()
     itemsize, specs = 2 if on_gpu else 4, {"student": student}  # of the compute type
@@ -99,8 +139,11 @@ def plan_memory(
         device=device, specs=specs | {model.name: model.spec for model in trained[1:]}, owners=owners, moves=moves,
         passes=passes, checkpoint=checkpoint + exported_bytes(arr.actor.checkpoint, student),
         hybrid=arr.hybrid_engine, sleeps=rollout.free_cache_engine, configured_fraction=rollout.gpu_memory_utilization,
-        engine=_engine_memory(rollout, student, config.engine_length, device), teacher=teacher,
-        teacher_bytes=_teacher_bytes(config) if teacher is not None and teacher.fraction is None else (0.0, 0.0),
+        engine=_engine_memory(rollout, student, config.engine_length, device), teachers=dict(teachers),
+        teacher_bytes={
+            teacher.label: _teacher_bytes(teacher.config) for teacher in run_teachers(config)
+            if teacher.label in teachers and teachers[teacher.label].fraction is None
+        },
     )  # fmt: skip
 
 
@@ -204,14 +247,15 @@ def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None)
 
     On a shared GPU vLLM otherwise sizes its cache by the free memory, which must not change during that. Returns None
     if fixed sizes are impossible: a fraction or cache is configured, the card has less room than the engine can use,
-    the teacher's sequences are long, or the engine never sleeps; also if no GPU of `total_bytes` is shared.
+    the teacher's sequences are long, there are several teachers, or the engine never sleeps; also if no GPU of
+    `total_bytes` is shared.
     """
     arr = config.actor_rollout_ref
     rollout, teacher, key = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
     given = (each.gpu_memory_utilization is not None or key in each.engine_kwargs.vllm for each in (rollout, teacher))
     if any(given) or not (memory.hybrid and memory.sleeps) or 2 * config.teacher_length > TEACHER_TOKENS:
         return None
-    if total_bytes is None or not memory.shares_gpu:
+    if total_bytes is None or not memory.shares_gpu or has_several_teachers(config):
         return None
     engine, fraction = memory.engine, memory.engine_fraction(total_bytes)
     if fraction * total_bytes < engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES:
@@ -220,6 +264,6 @@ def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None)
     engine_kwargs = replace(rollout.engine_kwargs, vllm=own)
     rollout = replace(rollout, gpu_memory_utilization=fraction, engine_kwargs=engine_kwargs)
     if not is_plain(teacher.backend):
-        own = {**teacher.engine_kwargs.vllm, key: int(memory.teacher_bytes[1])}
+        own = {**teacher.engine_kwargs.vllm, key: int(memory.teacher_bytes["teacher"][1])}
         teacher = replace(teacher, engine_kwargs=replace(teacher.engine_kwargs, vllm=own))
     return replace(config, actor_rollout_ref=replace(arr, rollout=rollout, teacher=teacher))

@@ -7,11 +7,11 @@ import json
 import operator
 import os
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config import Config, OptimConfig
+from hybrid_gkd.config import DEFAULT_TEACHER, NAMED, Config, OptimConfig, has_several_teachers, run_teachers
 from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.student.checkpoint_store import TrainerState, load_state
@@ -40,7 +40,6 @@ LEARNING = (
     )),
     f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.rollout.end_repetitions",
-    f"{ARR}.teacher.chat_template",
     "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
 )
 """Keys and sections that determine what is learned; changes on resume must be allowed explicitly."""
@@ -65,7 +64,8 @@ REWARD = (
 REWARD_MODEL = ("reward_model.model.path", "reward_model.max_length")
 """Further keys if rewards that are trained on come from a reward model."""
 TEACHER_PATH = f"{ARR}.teacher.model.path"
-TEACHER_WEIGHTS = f"{TEACHER_PATH} (hash of the weights)"
+WEIGHTS = " (hash of the weights)"
+TEACHER_WEIGHTS = TEACHER_PATH + WEIGHTS
 
 
 def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
@@ -93,15 +93,20 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     scheduled = scheduled or config.trainer.warmup_steps_sft > 0
     if scheduled or any(each.lr_scheduler_type != "constant" or has_relative_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
-    if loss.enabled and config.actor_rollout_ref.teacher.is_local:
-        found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path
+    found[NAMED] = {each.where: each.key for each in run_teachers(config)} if has_several_teachers(config) else {}
+    for teacher in run_teachers(config):
+        found |= {f"{teacher.where}.weight": teacher.weight} if has_several_teachers(config) else {}
+        found[f"{teacher.where}.chat_template"] = teacher.section.chat_template
+        if teacher.section.is_local:
+            found[f"{teacher.where}.model.path"] = teacher.section.model.path
     settings: dict[str, Any] = json.loads(json.dumps(found))
     return settings
 
 
-def teacher_settings(model: str, weights: str) -> dict[str, str]:
-    """Return the settings that identify a teacher; `weights`: their hash, empty if unknown."""
-    return {TEACHER_PATH: model} | ({TEACHER_WEIGHTS: weights} if weights else {})
+def teacher_settings(where: str, model: str, weights: str) -> dict[str, str]:
+    """Return the settings that identify the teacher of a section; `weights`: their hash, empty if unknown."""
+    path = f"{where}.model.path"
+    return {path: model} | ({path + WEIGHTS: weights} if weights else {})
 
 
 def has_relative_warmup(optim: OptimConfig) -> bool:
@@ -131,17 +136,19 @@ def data_checksums(prompts: Collection[Task], tables: Collection[Rows], *, answe
     given = [(each.messages, each.excluded) for table in tables for each in table.given if each is not None]
     if given:
         texts["given answers"] = (json.dumps(each, sort_keys=True, default=str) for each in given)
+    if any(prompt.teacher != DEFAULT_TEACHER for prompt in prompts):
+        texts["teachers"] = (f"{prompt.teacher}\n" for prompt in prompts)
     if any(any(table.teacher_messages) for table in tables):
         own = (messages for table in tables for messages in table.teacher_messages)
         texts["teacher prompts"] = (json.dumps(each, sort_keys=True, default=str) for each in own)
     return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
 
 
-def template_checksums(student: Any, teacher: str | None) -> dict[str, str]:
-    """Return checksums of the chat templates as settings: the student's, and the teacher's if it has its own."""
+def template_checksums(student: Any, teachers: Mapping[str, str | None]) -> dict[str, str]:
+    """Return checksums of the chat templates as settings: the student's, and by section those of teachers with their
+    own."""
     found = {f"{ARR}.model.path (checksum of the chat template)": student}
-    if teacher is not None:
-        found[f"{ARR}.teacher.chat_template (checksum)"] = teacher
+    found |= {f"{where}.chat_template (checksum)": own for where, own in teachers.items() if own is not None}
     return {name: _checksum([json.dumps(template, sort_keys=True)]) for name, template in found.items()}
 
 
@@ -158,7 +165,7 @@ def changed_settings(was: dict[str, Any], now: dict[str, Any], *, folder: str = 
     Two spellings of one path are equal; relative paths in `was` are relative to `folder`, if given. So are two folders
     with a teacher of the same weights.
     """
-    moved = {TEACHER_PATH} if TEACHER_WEIGHTS in was and was[TEACHER_WEIGHTS] == now.get(TEACHER_WEIGHTS) else set()
+    moved = {key.removesuffix(WEIGHTS) for key in was if key.endswith(WEIGHTS) and was[key] == now.get(key)}
     shared = (key for key in was if key in now and key not in moved)
     return [f"{key}: {was[key]} -> {now[key]}" for key in shared if not _same(was[key], now[key], folder)]
 

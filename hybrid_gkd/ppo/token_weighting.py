@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.losses.token_weights import TokenSignals, compute_weights, num_selected
 from hybrid_gkd.types import Sample, TopK
 
@@ -22,7 +22,8 @@ class Weighting:
         self._row, self._selects = config.distillation.weighting, config.distils_alone
         needs = None if self._row is None else self._row.needs
         # The store has scores of whole completions.
-        if needs == "completion" and self._selects and config.actor_rollout_ref.teacher.cache is not None:
+        stores = any(teacher.section.cache is not None for teacher in run_teachers(config))
+        if needs == "completion" and self._selects and stores:
             needs = "teacher"
         self.needs_scores, self._before = needs == "teacher", needs == "completion"
         self.cuts_before = self._before and self._selects

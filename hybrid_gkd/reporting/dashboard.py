@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_gkd.compat.wandb import app_url, find_view, workspace_json
-from hybrid_gkd.config import CUSTOM, MODEL, Config, updates_per_step
+from hybrid_gkd.config import CUSTOM, MODEL, Config, has_several_teachers, run_teachers, updates_per_step
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
@@ -107,6 +107,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Score cache hits", ("teacher/cache_hit_fraction",)),
         Panel("Retries", ("teacher/retries",)),
         Panel("Teacher throughput", ("teacher/tokens_per_second",)),
+        Panel("Several teachers", ("teacher/<key>/",)),
         Panel("Engine utilization", ("teacher/engine_busy",)),
         Panel("Reply size", ("teacher/bytes_per_token",)),
     ),
@@ -217,7 +218,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "actor/sft_loss": lambda run: run.data.response_key is not None
     and (run.sft_coef > 0 or run.trainer.warmup_steps_sft > 0),
     "training/given_fraction": lambda run: run.data.response_key is not None,
-    "teacher/cache_hit_fraction": lambda run: run.actor_rollout_ref.teacher.cache is not None
+    "teacher/cache_hit_fraction": lambda run: any(each.section.cache is not None for each in run_teachers(run))
     and run.data.response_key is not None,
     "response/ended_fraction": lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None,
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
@@ -237,6 +238,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "reward/all_groups": _filters_groups,
     "reward/": lambda run: run.trains_on_rewards,
     "reliability/": lambda run: run.trainer.max_restarts > 0,
+    "teacher/<key>/": has_several_teachers,
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,

@@ -127,6 +127,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/cache_hit_fraction": (
         "fraction", "Given completions whose scores were in actor_rollout_ref.teacher.cache; absent without any"
     ),
+    "teacher/<key>/latency": (
+        "seconds", "teacher/latency of one of several teachers (distillation.teacher_models); with "
+        "distillation.ensemble those with one key are teacher/<key>/<name>/"
+    ),
+    "teacher/<key>/token_fraction": (
+        "fraction", "Part of the step's scored tokens that this teacher scored, without those of a cache"
+    ),
     "teacher/hidden_fraction": (
         "fraction", "Fraction of timing/get_teacher_knowledge that overlaps with generation or updates and not with a "
         "wait for the teacher, since the last report"
@@ -227,7 +234,8 @@ METRICS: dict[str, tuple[str, str]] = {
 
 PATTERNS = {
     "val/best@n": r"val/best@\d+", "val/maj@n": r"val/maj@\d+", "val/pass@k": r"val/pass@\d+",
-    "reward/<name>/mean": "reward/.+/mean",
+    "reward/<name>/mean": "reward/.+/mean", "teacher/<key>/latency": "teacher/.+/latency",
+    "teacher/<key>/token_fraction": "teacher/.+/token_fraction",
 }  # fmt: skip
 """Regular expressions of entries with a placeholder."""
 SOURCES = "val/<data source>/..."

@@ -94,7 +94,7 @@ class TeacherScorer:
         total = len(scores)
 
         def detail() -> str:
-            return f"{len(scores)} of {total} samples are not scored yet; {self.client.describe()}"
+            return f"{len(scores)} of {total} samples are not scored yet; {self.describe()}"
 
         with waiting("the teacher", timeout, detail) as waited:
             while True:
@@ -112,24 +112,36 @@ class TeacherScorer:
                 until = FIRST_EXCEPTION if len(found) + len(scores) == enough else FIRST_COMPLETED
                 wait(scores.values(), timeout=CHECK_SECONDS, return_when=until)
 
+    def describe(self) -> str:
+        """Return the present state of every server, for messages."""
+        return self.client.describe()
+
     def uncounted(self) -> AbstractContextManager[None]:
         """Exclude requests in this context from the metrics."""
         return self.client.uncounted()
 
+    def drain(self) -> dict[str, TeacherMetrics]:
+        """Return the counters since the last call, by the name of each client below this scorer's own."""
+        return {"": self.client.drain_metrics()}
+
     def take_metrics(self, clock: Clock) -> dict[str, float]:
         """Return the metrics of the requests since the last call, and add their spans to the clock."""
-        found = self.client.drain_metrics()
-        in_flight = clock.requests(found.requests, until=found.complete_until, steps=found.steps)
-        seen = {}
-        if found.queue_lengths:  # absent if no status message (one per second) arrived during the step
-            seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
-            seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
-        if found.requests:  # absent if all samples were scored in an earlier step
-            names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
-            seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
-            seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
-        if in_flight:
-            seen["teacher/tokens_per_second"] = found.tokens / in_flight
-        if found.cache_lookups:
-            seen["teacher/cache_hit_fraction"] = found.cache_hits / found.cache_lookups
-        return seen | {"teacher/retries": float(found.retries)}
+        return request_metrics(self.client.drain_metrics(), clock)
+
+
+def request_metrics(found: TeacherMetrics, clock: Clock) -> dict[str, float]:
+    """Return the metrics of counters, and add the spans of their requests to the clock."""
+    in_flight = clock.requests(found.requests, until=found.complete_until, steps=found.steps)
+    seen = {}
+    if found.queue_lengths:  # absent if no status message (one per second) arrived during the step
+        seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
+        seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
+    if found.requests:  # absent if all samples were scored in an earlier step
+        names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
+        seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
+        seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
+    if in_flight:
+        seen["teacher/tokens_per_second"] = found.tokens / in_flight
+    if found.cache_lookups:
+        seen["teacher/cache_hit_fraction"] = found.cache_hits / found.cache_lookups
+    return seen | {"teacher/retries": float(found.retries)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, run_teachers
 
 Role = Literal["worker", "actor worker", "rollout worker"]
 """Role of a worker: it trains and generates alternately, only trains, or only generates."""
@@ -100,6 +100,6 @@ def threads_per_process(config: Config) -> int:
     They share the cores evenly, because spinning threads of a process with as many threads as cores nearly stop while
     another process computes.
     """
-    teacher = config.actor_rollout_ref.teacher
-    local_teachers = (teacher.num_replicas or 1) if config.distillation.enabled and teacher.is_local else 0
+    sections = [teacher.section for teacher in run_teachers(config)]
+    local_teachers = sum(section.num_replicas or 1 for section in sections if section.is_local)
     return max(1, len(os.sched_getaffinity(0)) // (config.workers_per_node + local_teachers))

@@ -23,7 +23,7 @@ from hybrid_gkd.launch.preflight import check_disk
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import GIB
-from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models
+from hybrid_gkd.offload.needs import place_teachers, plan_memory, trained_models
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.cluster import ray_cluster
@@ -174,7 +174,7 @@ def test_a_gpu_that_others_fill_is_refused(world, tmp_path):
 
 def test_a_worker_on_the_gpu_of_the_local_teacher_is_refused(world, tmp_path, monkeypatch):
     config = load_config(arguments(world, tmp_path, "actor_rollout_ref.teacher.device=auto"))
-    teacher = place_teacher(config, device="cuda", gpus=3)
+    teacher = place_teachers(config, device="cuda", gpus=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-0"))
     with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* was assigned GPU 2"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from processes import TIMEOUT
 
+from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs, score
@@ -95,7 +96,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
 
     address = f"actor_rollout_ref.teacher.server_ip={service.address}"
     config = config_of(folder, address, f"actor_rollout_ref.teacher.keys={service.keys}")
-    with connect(config, facts.tokenizer, [service.address]) as client:
+    with connect(run_teachers(config)[0], facts.tokenizer, [service.address]) as client:
         expected = take(TeacherScorer(client), pairs)
     config = config_of(folder, f"actor_rollout_ref.teacher.cache={folder / 'store'}")
     with with_cache(config, facts.tokenizer, None, facts.num_ids) as teacher:
@@ -126,8 +127,8 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     assert check_compatibility(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
     assert facts.settings == {"actor_rollout_ref.teacher.model.path": "teacher"}
     inputs.critic(facts)
-    plan = make_plan(facts.config, facts.trained, "cpu", facts.local_teacher)
-    assert plan.memory.teacher is None
+    plan = make_plan(facts.config, facts.trained, "cpu", facts.local_teachers)
+    assert plan.memory.teachers == {}
     assert f"teacher: scores in {folder / 'store'}, top-{K}" in "\n".join(plan.places)
     facts = Facts(config_of(folder, store, "distillation.topk=4"))
     inputs.student(facts)

@@ -19,13 +19,14 @@ from processes import TIMEOUT, is_alive, stop_process, wait_until
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
+from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
 from hybrid_gkd.launch.plan import make_plan
 from hybrid_gkd.launch.teacher import make_teacher_process
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
-from hybrid_gkd.offload.needs import place_teacher, trained_models
+from hybrid_gkd.offload.needs import place_teachers, trained_models
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
@@ -34,6 +35,7 @@ from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import Reading
+from hybrid_gkd.workers.placement import threads_per_process
 
 MAX_LENGTH = 128
 HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
@@ -441,9 +443,9 @@ def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_o
             f"actor_rollout_ref.teacher.model.path={model_path}", f"trainer.default_local_dir={tmp_path}",
         ]
     )
-    place = place_teacher(config, device="cpu", gpus=0)
-    plan = make_plan(config, trained_models(config, student_spec(config)), "cpu", place)
-    with make_teacher_process(config, plan) as teacher:
+    places = place_teachers(config, device="cpu", gpus=0)
+    plan = make_plan(config, trained_models(config, student_spec(config)), "cpu", places)
+    with make_teacher_process(run_teachers(config)[0], plan, threads_per_process(config)) as teacher:
         environment = Path(f"/proc/{teacher.pid}/environ")
         wait_until(environment.read_bytes, "the environment: while a program is being loaded it reads as empty")
         lines = environment.read_bytes().split(b"\0")

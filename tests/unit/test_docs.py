@@ -10,7 +10,7 @@ import pytest
 from documented import LOG, PAGES, ROOT
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.config.loading import CONFIG_DIR, load_config
 from hybrid_gkd.config.spelling import find
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.command_line import default_config_name, parse
@@ -200,13 +200,16 @@ def test_every_command_is_run_or_says_why_not():
 
 
 @pytest.mark.parametrize("command", [each for each in documented.commands() if documented.arguments(each) is not None])
-def test_the_arguments_of_a_documented_run_are_accepted(command):
+def test_the_arguments_of_a_documented_run_are_accepted(command, tmp_path):
     if "--install-only" in command:
         return
     options = parse(documented.arguments(command))
     name = options.config_name or default_config_name(options.overrides)
+    folder = CONFIG_DIR if (CONFIG_DIR / f"{name}.yaml").is_file() else tmp_path
+    if folder == tmp_path:
+        (folder / f"{name}.yaml").write_text(documented.example(f"{name}.yaml", "yaml"), encoding="utf-8")
     try:
-        load_config(options.overrides, config_name=name)
+        load_config(options.overrides, config_name=name, config_path=folder)
     except ConfigError as error:
         pytest.fail(f"{command}: {error}")
 

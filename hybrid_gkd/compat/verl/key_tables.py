@@ -135,16 +135,16 @@ RENAMED: dict[str, Read] = {
     "distillation.clip_ratio_low": spelled(f"{ARR}.actor.clip_ratio_low"),
     "distillation.clip_ratio_high": spelled(f"{ARR}.actor.clip_ratio_high"),
     **{
-        f"distillation.{teacher}.{theirs}": row
-        for teacher in ("teacher_model", "teacher_models.*")
-        for theirs, row in {
-            "model_path": spelled(f"{TEACHER}.model.path"),
-            "num_replicas": spelled(f"{TEACHER}.num_replicas"),
-            "inference.name": spelled(f"{TEACHER}.backend"),
-            "inference.tensor_model_parallel_size": spelled(f"{TEACHER}.tensor_model_parallel_size"),
-            "inference.gpu_memory_utilization": spelled(f"{TEACHER}.gpu_memory_utilization"),
-            "inference.max_model_len": spelled(f"{TEACHER}.max_model_len"),
-            "inference.dtype": spelled(f"{TEACHER}.dtype"),
+        f"distillation.{theirs}": spelled(f"{ours}.{own}")
+        for section, ours in (("teacher_model", TEACHER), ("teacher_models.*", "distillation.teacher_models.*"))
+        for theirs, own in {
+            f"{section}.model_path": "model.path",
+            **({} if section.endswith("*") else {f"{section}.num_replicas": "num_replicas"}),
+            f"{section}.inference.name": "backend",
+            **{
+                f"{section}.inference.{name}": name
+                for name in ("tensor_model_parallel_size", "gpu_memory_utilization", "max_model_len", "dtype")
+            },
         }.items()
     },
     "reward_model.num_workers": spelled("reward.num_workers"),
@@ -239,8 +239,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "checkpoints are written in the background if hosts have the memory": _of_trained("checkpoint.async_save"),
     "a checkpoint is loaded completely, after its files are verified": _of_trained("checkpoint.load_contents"),
     "the local teacher service configures its scoring; distillation.temperature is for student and teacher": tuple(
-        f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
-        for name in ("inference.*", "key")
+        f"distillation.teacher_model{name}" for name in (".inference.*", ".key", "s.*.inference.*")
     ),
     "a local teacher uses GPUs that no worker needs, or shares the workers'": (
         "distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_model.n_gpus_per_node",
@@ -251,7 +250,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         "reward_model.launch_reward_fn_async", "reward_model.overlong_buffer.log",
         "reward_model.reward_kwargs.overlong_buffer_cfg.log",
     ),
-    "one teacher scores every row": ("distillation.teacher_key",),
     "a run writes to its folder: generations.jsonl, metrics.jsonl, trace.json": (
         "trainer.rollout_data_dir", "trainer.validation_data_dir", "ray_kwargs.timeline_json_file",
         "ray_init.timeline_json_file",

@@ -37,6 +37,7 @@ const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular ex
     ["Teacher throughput", ["teacher/tokens_per_second"]],
     ["Overlapped fraction of teacher time", ["teacher/hidden_fraction"]],
     ["Latency", ["teacher/latency", "teacher/latency_p95", "teacher/latency_p99"]],
+    ["Several teachers", [/^teacher\/.+\/(latency|token_fraction)$/]],
     ["Queue length", ["teacher/queue_length"]],
     ["Engine utilization", ["teacher/engine_busy"]],
     ["Retries", ["teacher/retries"]],

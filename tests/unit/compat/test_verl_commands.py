@@ -229,10 +229,6 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
             ["distillation.distillation_loss.log_prob_min_clamp", "loss_max_clamp", "-10"],
         ),
         (
-            ["+distillation.teacher_models.a.model_path=x", "+distillation.teacher_models.b.model_path=y"],
-            ["distillation.teacher_models.b: a run has one teacher", "distillation.teacher_models.a"],
-        ),
-        (
             ["algorithm.rollout_correction.rollout_is=false"],
             ["algorithm.rollout_is: Invalid value 'False', expected one of ['prefix', 'token', 'sequence']"],
         ),

@@ -11,6 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.routing import TeacherColumn
 from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
 
@@ -18,7 +19,7 @@ TOKENIZER = make_byte_tokenizer()  # a token per byte; the chat template adds th
 
 
 def load(*files, **changes):
-    names = ("prompt_key", "answer_key", "data_source_key", "extra_info", "teacher_prompt_key")
+    names = ("prompt_key", "answer_key", "data_source_key", "extra_info", "teacher_prompt_key", "teacher")
     columns = {name: changes.pop(name) for name in names if name in changes}
     key = changes.pop("key", "data.train_files")
     arguments = {
@@ -580,7 +581,8 @@ def test_the_teacher_reads_its_own_prompt_where_a_row_has_one(write):
     assert shown[0] == TOKENIZER.apply_chat_template(hint, tokenize=False, add_generation_prompt=True)
     assert shown[1:] == [decode(prompts[1]), "<|user|>6!<|end|><|assistant|>"]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
-    shown = [TOKENIZER.decode(p.teacher_ids) for p in load(file, teacher_prompt_key="hint", teacher_template=template)]
+    prompts = load(file, teacher_prompt_key="hint", teacher_templates={"default": template})
+    shown = [TOKENIZER.decode(p.teacher_ids) for p in prompts]
     assert shown == ["it is 21+1:", "2+2:", "6!:"]
     assert load(file)[0].teacher_ids is None
 
@@ -600,3 +602,18 @@ def test_the_teachers_prompts_have_a_limit_of_their_own(write):
         load(file, teacher_prompt_key="help")
     with pytest.raises(DataError, match=r"row 1, column 'hint': must be a text or a list of chat messages; got 7"):
         load(write([{"prompt": "1+1", "hint": 7}]), teacher_prompt_key="hint")
+
+
+def test_rows_name_their_teacher_and_read_its_template(write):
+    file = write([{"prompt": "1+1", "skill": "math"}, {"prompt": "2+2", "skill": None}, {"prompt": "x", "skill": "y"}])
+    column = TeacherColumn("skill", ("math", "default"))
+    templates = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}:"}
+    prompts = load(file, teacher=column, teacher_templates=templates)
+    assert [prompt.teacher for prompt in prompts] == ["math", "default", "default"]
+    shown = [TOKENIZER.decode(prompt.teacher_ids) for prompt in prompts]
+    assert shown == [decode(prompts[0]), "2+2:", "x:"]
+    assert [(prompt.teacher, prompt.teacher_ids) for prompt in load(file)] == [("default", None)] * 3
+    with pytest.raises(DataError, match=rf"{file.name}', row 2, column 'skill' .*: math, y; got None"):
+        load(file, teacher=TeacherColumn("skill", ("math", "y")))
+    with pytest.raises(DataError, match=r"no column 'domain' \(distillation\.teacher_key\); .*: prompt, skill"):
+        load(file, teacher=TeacherColumn("domain", ("math", "default")))

@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, TeacherMismatch
 from hybrid_gkd.launch import compatibility
@@ -156,11 +157,12 @@ def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     assert f"the teacher {models}/ends ends its completions with the tokens [7, 256] [" in caplog.text
     assert f"the student {models}/student with [256] [" in caplog.text
     facts = check(models, "student")
+    (teacher,) = run_teachers(facts.config)
     with pytest.raises(TeacherMismatch, match=r"the teacher T ends its completions with .*\[7\] .*to never end"):
-        compatibility.check_ends_and_template(facts, "T", None, [7])
-    compatibility.check_ends_and_template(facts, "T", None, [])  # an older service does not say
+        compatibility.check_ends_and_template(facts, teacher, "T", None, [7])
+    compatibility.check_ends_and_template(facts, teacher, "T", None, [])  # an older service does not say
     facts.config.actor_rollout_ref.teacher.check_fit = False
-    compatibility.check_ends_and_template(facts, "T", None, [7])
+    compatibility.check_ends_and_template(facts, teacher, "T", None, [7])
 
 
 def counting(reading):
@@ -193,13 +195,13 @@ def test_a_teacher_that_is_not_sure_of_itself_is_a_warning(caplog):
     paths = ("data.train_files", "actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
     config = load_config([f"{path}=x" for path in paths])
     prompt = Task(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
-    facts = Facts(config, train_prompts=[prompt], stop_token_ids=[9])
-    found = compatibility.check_confidence(facts, LocalTeacher(counting))  # with its own template it ends at once
+    facts, (teacher,) = Facts(config, train_prompts=[prompt], stop_token_ids=[9]), run_teachers(config)
+    found = compatibility.check_confidence(facts, teacher, LocalTeacher(counting))  # its own template ends at once
     assert found == "-2.00 nats per token over 1 tokens of greedy completions of 1 prompts"
     assert "the teacher gives its own greedy completions a low probability: -2.00 nats" in caplog.text
     caplog.clear()
     sure = LocalTeacher(lambda reading: dataclasses.replace(counting(reading), logprobs=np.zeros((1, 1), np.float32)))
-    assert compatibility.check_confidence(facts, sure).startswith("0.00 nats")
+    assert compatibility.check_confidence(facts, teacher, sure).startswith("0.00 nats")
     config.actor_rollout_ref.teacher.check_fit = False
-    assert compatibility.check_confidence(facts, sure).startswith("skipped")
+    assert compatibility.check_confidence(facts, teacher, sure).startswith("skipped")
     assert not caplog.records

@@ -47,12 +47,13 @@ from hybrid_gkd.student.checkpoint_store import RESERVED, CheckpointStore, Train
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer, tiny_config
 from hybrid_gkd.types import Task
 from hybrid_gkd.workers.cluster import ray_cluster
-from hybrid_gkd.workers.placement import Placement
+from hybrid_gkd.workers.placement import Placement, threads_per_process
 
 
 def environment(config, device, gpus):
     """Return the environment of a local teacher on a machine with this number of GPUs."""
-    return teacher_environment(config, place_teacher(config, device=device, gpus=gpus), device)
+    place, section = place_teacher(config, device=device, gpus=gpus), config.actor_rollout_ref.teacher
+    return teacher_environment(section, place, device, threads_per_process(config))
 
 
 LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]

@@ -248,7 +248,7 @@ def test_a_moved_model_is_listed_and_has_to_be_allowed(old, tmp_path):
 
 def rows_of(system, tools=None):
     chat = [{"role": "system", "content": system}, {"role": "user", "content": "1+1"}]
-    return Rows("where", "name", [chat], [None], [tools], [None], [None], [None], [None], 1.0)
+    return Rows("where", "name", [chat], [None], ["default"], [tools], [None], [None], [None], [None], 1.0)
 
 
 @pytest.mark.parametrize("changed", [rows_of("Lie."), rows_of("Be kind.", [{"type": "function"}])])
@@ -261,6 +261,7 @@ def test_all_that_a_prompt_has_counts(changed):
 
 
 def test_chat_templates_count():
-    before, after = template_checksums("{{ a }}", "x"), template_checksums("{{ b }}", "y")
+    before, after = template_checksums("{{ a }}", {"t": "x"}), template_checksums("{{ b }}", {"t": "y"})
     assert [change.partition(": ")[0] for change in changed_settings(before, after)] == list(before)
-    assert template_checksums(None, None).keys() == {"actor_rollout_ref.model.path (checksum of the chat template)"}
+    key = "actor_rollout_ref.model.path (checksum of the chat template)"
+    assert template_checksums(None, {"t": None}).keys() == {key}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
 from hybrid_gkd.offload.budget import GIB
-from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models, with_planned_caches
+from hybrid_gkd.offload.needs import place_teacher, place_teachers, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
@@ -64,7 +65,7 @@ def config(*overrides):
 
 def memory(given, spec, device="cuda", *, gpus=1):
     """Return the memory of a run whose student has this spec, on a machine with this number of GPUs."""
-    return plan_memory(given, trained_models(given, spec), device, place_teacher(given, device=device, gpus=gpus))
+    return plan_memory(given, trained_models(given, spec), device, place_teachers(given, device=device, gpus=gpus))
 
 
 def share_of(given, spec, *, free=CARD - GIB):
@@ -786,3 +787,42 @@ def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
     (begun / "weights").write_bytes(bytes(one))
     assert needed(5, 1) == needed(5, "null") == 0
     assert needed(5, 4, None, "trainer.resume_mode=disable") == 5 * one
+
+
+SEVERAL = [f"distillation.teacher_models.{name}.model_path=x" for name in ("a", "b", "c")]
+LARGE_B = "distillation.teacher_models.b.tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(("gpus", "overrides", "expected"), [
+    (4, (), {"a": ("GPU 1", 0.9), "b": ("GPU 2", 0.9), "c": ("GPU 3", 0.9)}),
+    (3, (), {"a": ("GPU 1", 0.45), "b": ("GPU 2", 0.9), "c": ("GPU 1", 0.45)}),
+    (2, (), {"a": ("GPU 1", 0.3), "b": ("GPU 1", 0.3), "c": ("GPU 1", 0.3)}),
+    (3, (LARGE_B,), {"a": ("GPU 1", 0.45), "b": ("GPU 1, 2", 0.45), "c": ("GPU 2", 0.45)}),
+    (2, (LARGE_B,), {"a": ("GPU 1", 0.45), "b": ("GPU 0, 1, shared with workers", None), "c": ("GPU 1", 0.45)}),
+    (3, ("distillation.teacher_models.a.gpu_memory_utilization=0.6",), {
+        "a": ("GPU 1", 0.6), "b": ("GPU 2", 0.9), "c": ("GPU 1", 0.45),
+    }),
+    (4, ("distillation.teacher_models.a.device=cpu", "distillation.teacher_models.b.server_ip=far"), {
+        "a": ("the CPU", 0.9), "c": ("GPU 1", 0.9),
+    }),
+])  # fmt: skip
+def test_several_teachers_are_spread_over_the_gpus_that_no_worker_needs(gpus, overrides, expected):
+    given = load_config(["data.train_files=x", "actor_rollout_ref.model.path=x", *SEVERAL, *overrides])
+    placed = place_teachers(given, device="cuda", gpus=gpus)
+    found = {label.removeprefix("teacher "): (str(place), place.fraction) for label, place in placed.items()}
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_several_teachers_on_the_workers_card_are_all_counted(tmp_path):
+    teacher = make_tiny_model(tmp_path, tied=True)
+    given = load_config(
+        ["data.train_files=x", "actor_rollout_ref.model.path=x", *(f"{each[:-1]}{teacher}" for each in SEVERAL)]
+    )
+    found = memory(given, SEVEN_B)
+    assert found.shares_gpu
+    phases = found.phases(CARD)
+    assert [phases["update"][f"teacher {name}"] for name in "abc"] == pytest.approx([0.05 * CARD] * 3)
+    one = replace(found, teachers={"teacher a": found.teachers["teacher a"]})
+    assert found.engine_fraction(CARD) == pytest.approx(one.engine_fraction(CARD) - 0.1)
+    assert with_planned_caches(given, found, CARD) is None

@@ -1,0 +1,73 @@
+"""The teachers of a run: actor_rollout_ref.teacher, and those of distillation.teacher_models."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig, TeacherConfig
+from hybrid_gkd.config.schema import Config
+
+UNNAMED, NAMED = "actor_rollout_ref.teacher", "distillation.teacher_models"
+DEFAULT_TEACHER = "default"
+"""Key of the teacher of all rows that no other teacher scores."""
+
+
+@dataclass(frozen=True)
+class RunTeacher:
+    """A teacher of a run."""
+
+    key: str
+    """Value of the column distillation.teacher_key in its rows, or DEFAULT_TEACHER."""
+    where: str
+    """Dotted key of its section."""
+    config: Config
+    """Configuration of a run with this teacher alone."""
+
+    @property
+    def section(self) -> TeacherConfig:
+        """Return its section."""
+        return self.config.actor_rollout_ref.teacher
+
+    @property
+    def label(self) -> str:
+        """Return its name in messages: "teacher", or "teacher <name>" if it is one of distillation.teacher_models."""
+        return "teacher" if self.where == UNNAMED else f"teacher {self.where.rpartition('.')[2]}"
+
+    @property
+    def weight(self) -> float:
+        """Return its weight among the teachers with the same key."""
+        return self.section.weight if isinstance(self.section, NamedTeacherConfig) else 1.0
+
+
+def run_teachers(config: Config) -> list[RunTeacher]:
+    """Return the teachers of a run, empty without distillation; actor_rollout_ref.teacher comes last."""
+    named, arr = config.distillation.teacher_models, config.actor_rollout_ref
+    if not config.distillation.enabled:
+        return []
+    if not named:
+        return [RunTeacher(DEFAULT_TEACHER, UNNAMED, config)]
+    alone = dataclasses.replace(config, distillation=dataclasses.replace(config.distillation, teacher_models={}))
+    found = [
+        RunTeacher(section.key or name, f"{NAMED}.{name}", dataclasses.replace(
+            alone, actor_rollout_ref=dataclasses.replace(arr, teacher=section)
+        )) for name, section in named.items()
+    ]  # fmt: skip
+    return [*found, *([RunTeacher(DEFAULT_TEACHER, UNNAMED, alone)] if arr.teacher.is_set else [])]
+
+
+def has_several_teachers(config: Config) -> bool:
+    """Return whether rows choose among teachers."""
+    return config.distillation.enabled and bool(config.distillation.teacher_models)
+
+
+def use_only_teacher(config: Config) -> None:
+    """Make a single teacher of distillation.teacher_models that of actor_rollout_ref.teacher, as in verl."""
+    named, unnamed = config.distillation.teacher_models, config.actor_rollout_ref.teacher
+    if len(named) != 1 or unnamed.is_set:
+        return
+    (own,), default = named.values(), TeacherConfig()
+    names = [entry.name for entry in dataclasses.fields(TeacherConfig)]
+    changed = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(default, name)}
+    config.actor_rollout_ref.teacher = dataclasses.replace(unnamed, **changed)
+    config.distillation.teacher_models = {}

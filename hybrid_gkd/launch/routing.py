@@ -1,0 +1,47 @@
+"""Apply the checks of a teacher to each of several, and check which rows they score."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+from hybrid_gkd.config import UNNAMED, Config, RunTeacher, has_several_teachers, run_teachers
+from hybrid_gkd.data.routing import TeacherColumn
+from hybrid_gkd.errors import ConfigError, call_all, rename_section
+from hybrid_gkd.types import Task
+
+
+def for_each_teacher(config: Config, check: Callable[[RunTeacher], str]) -> str:
+    """Call a check for each teacher and return its results, a line for each of several.
+
+    Its errors name the section of the teacher. Raises them together.
+    """
+
+    def named(teacher: RunTeacher) -> str:
+        with rename_section(UNNAMED, teacher.where):
+            found = check(teacher)
+        return f"{teacher.label}: {found}" if has_several_teachers(config) else found
+
+    return "\n".join(call_all(functools.partial(named, teacher) for teacher in run_teachers(config)))
+
+
+def teacher_column(config: Config) -> TeacherColumn | None:
+    """Return the column that names each row's teacher; None with one teacher."""
+    if not has_several_teachers(config):
+        return None
+    keys = dict.fromkeys(teacher.key for teacher in run_teachers(config))
+    return TeacherColumn(config.distillation.teacher_key, tuple(keys))
+
+
+def describe_routing(config: Config, train_prompts: list[Task]) -> str:
+    """Return the number of training rows of each of several teachers. Raises ConfigError: one has none."""
+    if not has_several_teachers(config) or config.trainer.val_only:
+        return ""
+    rows = Counter(prompt.teacher for prompt in train_prompts)
+    for teacher in run_teachers(config):
+        if not rows[teacher.key]:
+            column = config.distillation.teacher_key
+            rule = f"no row of data.train_files has its key in the column {column!r} (distillation.teacher_key)"
+            raise ConfigError(teacher.where, rule, teacher.key)
+    return "; by teacher: " + ", ".join(f"{key} {number}" for key, number in rows.items())

@@ -1,0 +1,99 @@
+"""Several teachers of one sample: the weighted mean of their probabilities as one signal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+
+import numpy as np
+
+from hybrid_gkd.scoring.teacher_router import TeacherGroup
+from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
+from hybrid_gkd.types import Pair, TopK
+
+
+class MixtureScorer(TeacherGroup):
+    """Scores each sample with all teachers.
+
+    Args:
+        members: by name, each with its weight.
+    """
+
+    def __init__(self, members: Mapping[str, tuple[float, TeacherScorer]]):
+        super().__init__({name: scorer for name, (_, scorer) in members.items()})
+        total = sum(weight for weight, _ in members.values())
+        self.weights = [weight / total for weight, _ in members.values()]
+
+    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
+        """Send the samples to every teacher without waiting for scores. Raises the clients' errors."""
+        by_teacher = [scorer.submit(pairs) for scorer in self.scorers.values()]
+        return [_combined(futures, self.weights) for futures in zip(*by_teacher, strict=True)]
+
+
+def _combined(futures: Sequence[Future[TopK]], weights: Sequence[float]) -> Future[TopK]:
+    """Return a future of the mixture; it has the error of the first one that fails."""
+    found: Future[TopK] = Future()
+
+    def settle(future: Future[TopK]) -> None:
+        failure, result = future.exception(), None
+        if failure is None and not all(each.done() for each in futures):
+            return
+        try:
+            result = mixture([each.result(0) for each in futures], weights) if failure is None else None
+        except Exception as error:  # of another future, or of this function: it has to reach the trainer
+            failure = error
+        with contextlib.suppress(InvalidStateError):  # settled by another one that ended at the same time
+            if result is None:
+                found.set_exception(failure)
+            else:
+                found.set_result(result)
+
+    for future in futures:
+        future.add_done_callback(settle)
+    return found
+
+
+def mixture(scores: Sequence[TopK], weights: Sequence[float]) -> TopK:
+    """Return the weighted mean of teachers' probabilities on the K most likely of all their candidates.
+
+    A token that is not a candidate of a teacher has its share of that teacher's tail there, so that its probability is
+    too low by at most the weighted probability of that teacher's last candidate; candidates and tail have mass 1.
+
+    Args:
+        scores: [R, K] each.
+        weights: of the teachers, with sum 1.
+    """
+    num_rows, topk = scores[0].ids.shape
+    ids = np.concatenate([each.ids for each in scores], 1)
+    masses = np.concatenate(
+        [weight * np.exp(each.logprobs, dtype=np.float64) for weight, each in zip(weights, scores, strict=True)], 1
+    )
+    order = np.argsort(ids, 1, kind="stable")
+    ids, masses = np.take_along_axis(ids, order, 1), np.take_along_axis(masses, order, 1)
+    repeats = np.zeros(ids.shape, bool)
+    repeats[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    column = np.arange(ids.shape[1])
+    first = np.maximum.accumulate(np.where(repeats, 0, column), 1)  # column of the first one with the same id
+    sums = np.zeros(ids.shape)
+    np.add.at(sums, (np.arange(num_rows)[:, None], first), masses)
+    sums[repeats] = -1.0  # after every candidate
+    order = np.argsort(-sums, 1, kind="stable")
+    ids, sums = np.take_along_axis(ids, order, 1), np.take_along_axis(sums, order, 1)
+    log_mean = functools.partial(_log_mean, weights)
+    left_out = np.maximum(sums[:, topk:], 0.0).sum(1)
+    with np.errstate(divide="ignore"):  # -inf where there is no mass
+        logprobs = np.log(sums[:, :topk])
+        tail = np.log(np.exp(log_mean([each.tail_logprobs for each in scores])) + left_out)
+    sampled = log_mean([each.sampled_logprobs for each in scores])
+    return TopK(
+        ids=ids[:, :topk], logprobs=logprobs.astype(np.float32), tail_logprobs=tail.astype(np.float32),
+        sampled_logprobs=sampled.astype(np.float32),
+    )
+
+
+def _log_mean(weights: Sequence[float], logprobs: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the log of the weighted mean of probabilities, float64 [R]."""
+    terms = [np.log(weight) + each.astype(np.float64) for weight, each in zip(weights, logprobs, strict=True)]
+    return np.asarray(np.logaddexp.reduce(terms, 0))
