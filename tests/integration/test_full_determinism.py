@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from processes import TIMEOUT
 from test_command_line import arguments, run, world  # noqa: F401 (a fixture)
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
@@ -26,7 +25,7 @@ def test_two_runs_of_the_same_seeds_are_equal_to_the_last_digit(world, tmp_path)
             "actor_rollout_ref.actor.fsdp_config.full_determinism=true", f"trainer.total_training_steps={STEPS}",
             f"trainer.experiment_name={name}", "trainer.save_freq=0",
         )
-        code, _, errors = run(arguments(world, tmp_path, *overrides), timeout=4 * TIMEOUT)
+        code, _, errors = run(arguments(world, tmp_path, *overrides))
         assert code == 0, errors
         found.append(curves(tmp_path / "hybrid_gkd" / name))
     assert found[0] == found[1]

@@ -44,7 +44,7 @@ def start(folder, tmp_path, monkeypatch, capsys):
     """Run the command line, without Ray and workers; return its exit code and what it prints to standard error."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(run, "ray_cluster", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(run, "ray_cluster", lambda *args, **options: contextlib.nullcontext())
     group = SimpleNamespace(description=[], close=lambda: None)
     monkeypatch.setattr(run, "start_workers", lambda *args, **options: group)
     monkeypatch.setattr(run, "start_tracking", lambda facts: contextlib.nullcontext())
