@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from hybrid_gkd.reporting.starts import reliability
+from hybrid_gkd.reporting.starts import read_starts, reliability, rows_of_starts
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.teacher.server.local import child_environment
 from hybrid_gkd.testing import make_tiny_model
@@ -40,6 +40,8 @@ PARTS: dict[str, Callable[[str], bool]] = {
     "control store": lambda line: "gcs_server " in line,
 }
 """Part of a run -> whether a process with this command line is it."""
+RESTARTED_BY_THE_RUN = ("teacher's worker", "teacher's broker")
+"""Parts whose loss does not end the run."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,10 +96,13 @@ def kill_all(process: subprocess.Popen[bytes], run_dir: Path, parts: list[str]) 
         while not victims:
             time.sleep(0.1)
             victims = find(process.pid, part)
-        step, killed = last_step(run_dir), time.monotonic()
+        step, starts, killed = last_step(run_dir), len(read_starts(run_dir)), time.monotonic()
         for victim in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
+        if part not in RESTARTED_BY_THE_RUN:  # it may train further until it notices
+            wait_for(process, lambda before=starts: len(read_starts(run_dir)) > before, "another start")
+            step = next(row["failed_step"] for row in reversed(rows_of_starts(run_dir)) if "restart" in row) - 1
         wait_for_step(process, run_dir, step + 1)
         seconds[part].append(time.monotonic() - killed)
         wait_for_step(process, run_dir, step + 2)
@@ -119,13 +124,17 @@ def last_step(run_dir: Path) -> int:
 
 
 def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Wait until the run has trained a step. Raises TimeoutError: it has ended, or TIMEOUT has passed."""
+    wait_for(process, lambda: last_step(run_dir) >= step, f"step {step}")
+
+
+def wait_for(process: subprocess.Popen[bytes], condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition. Raises TimeoutError: the run has ended, or TIMEOUT has passed."""
     deadline = time.monotonic() + TIMEOUT
-    while last_step(run_dir) < step:
+    while not condition():
         if process.poll() is not None:
-            raise TimeoutError(f"the run ended with code {process.returncode} before step {step}")
+            raise TimeoutError(f"the run ended with code {process.returncode} before {what}")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"step {step} was not trained within {TIMEOUT:.0f} s")
+            raise TimeoutError(f"{what} did not come within {TIMEOUT:.0f} s")
         time.sleep(0.1)
 
 

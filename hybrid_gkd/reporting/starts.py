@@ -27,7 +27,8 @@ def append_row(run_dir: Path, row: dict[str, Any]) -> None:
         logger.warning("cannot write %s, the run continues without its rows: %s", STARTS, error)
 
 
-def read_rows_of_starts(run_dir: Path) -> list[dict[str, Any]]:
+def rows_of_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of starts.jsonl; none without the file."""
     file = run_dir / STARTS
     return [row for row in read_json_lines(file) if isinstance(row, dict)] if file.is_file() else []
 
@@ -35,7 +36,7 @@ def read_rows_of_starts(run_dir: Path) -> list[dict[str, Any]]:
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the starts with the fields of all of their rows."""
     starts: list[dict[str, Any]] = []
-    for row in read_rows_of_starts(run_dir):
+    for row in rows_of_starts(run_dir):
         if "start" in row:
             starts.append(row)
         elif starts and "restart" not in row:
@@ -51,7 +52,7 @@ def reliability(run_dir: Path) -> dict[str, float]:
     """
     restarts, steps, seconds = 0, 0.0, 0.0
     ended = pending = None
-    for row in read_rows_of_starts(run_dir):
+    for row in rows_of_starts(run_dir):
         ended = row.get("end", ended)
         if "restart" in row:
             restarts, steps = restarts + 1, steps + row["steps_repeated"]
