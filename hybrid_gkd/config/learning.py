@@ -265,7 +265,7 @@ class RewardConfig:
     """Reward of a completion for which the custom function raises, times out, or returns no number; null: the run ends
     with an error that names the row."""
     num_workers: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Processes for functions that can hang (custom, math, format); null: one per CPU, at most 8."""
+    """Processes for functions that can hang (custom, math, by_data_source, format); null: one per CPU, at most 8."""
 
     @property
     def weights(self) -> dict[str, float]:

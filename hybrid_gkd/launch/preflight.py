@@ -1,8 +1,9 @@
 """Preflight checks of a run, as one list: CHECKS.
 
-The run, `--dry-run` and the doctor execute all of them: the run raises all failures together, the others print a line
-for each check. A check returns a description of its result, and stores in `Facts` what later checks and the run need.
-To add one, write a function and add a row.
+The run, `--dry-run` and the doctor execute them: the run raises all failures together and ends early if it is complete,
+the others print a line for each check. A check returns a description of its result, and stores in `Facts` what later
+checks and the run need. To add one, write a function, add a row behind the checks whose facts it reads, and name it in
+docs/running.md.
 """
 
 from __future__ import annotations

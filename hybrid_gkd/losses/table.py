@@ -2,8 +2,8 @@
 
 A new one is a row here and a function: of a term in terms.py, else in the file that its row names.
 
-The configuration checks, the objective and the table in docs/losses.md follow from it. Needs no torch: the functions
-are imported when they are first used.
+The configuration checks and the objective follow from it (a term is added in student/actor.py too), and docs/losses.md
+needs a row for each divergence. Needs no torch: the functions are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Divergence:
     signal: Literal["topk", "sampled"]
     """topk: log-probabilities of the teacher's K candidates, [T, K]; sampled: of the sampled token, [T]."""
     options: tuple[str, ...] = ()
-    """Keys of the section `distillation` that it takes as keyword arguments."""
+    """Keys of the section `distillation` that it takes as keyword arguments, of those that terms.py passes on."""
     is_loss: bool = True
     """False: its expected gradient is 0, so that it teaches as a policy gradient only."""
 

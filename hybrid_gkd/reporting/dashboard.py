@@ -35,7 +35,7 @@ API_SECONDS = 20
 
 
 class Panel(NamedTuple):
-    """A plot of metrics over steps."""
+    """A plot of metrics over steps; a metric that none of SECTIONS names gets one of its own in the section REST."""
 
     title: str
     metrics: tuple[str, ...]

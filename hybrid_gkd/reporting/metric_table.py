@@ -76,11 +76,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "critic/returns/mean": ("", "Mean return of a completion token, the critic's target"),
     "critic/grad_norm": ("", "Critic gradient norm before clipping, mean over its optimizer steps"),
     "critic/lr": ("", "Learning rate of the critic's last optimizer step"),
-    # Step time: sums of the trainer's spans in trace.json (docs/observing.md).
-    # They may overlap, so they need not add up to timing/step.
+    # Sums of the trainer's spans in trace.json (docs/observing.md). timing/step is the sum of the phases that
+    # ppo/step_metrics.py lists; the others are parts of these, or overlap with them, or are outside of the step.
     "timing/step": (
-        "seconds", "Step time: generation (separate pools: the wait for it), waits for teacher and rewards, updates, "
-        "weight sync"
+        "seconds", "Step time: generation (separate pools: the wait for it), waits for teacher and rewards, passes of "
+        "other models, updates, weight sync; not validation, checkpoints and timing/other"
     ),
     "timing/gen": ("seconds", "Generation, of this batch or of a later one (with a scheduler that runs ahead)"),
     "timing/wait_prev_gen": ("seconds", "Exposed wait for generation (separate pools)"),
@@ -106,7 +106,7 @@ METRICS: dict[str, tuple[str, str]] = {
     },
     "timing/sync_rollout_weights": ("seconds", "Weight sync to the rollout engine"),
     "timing/offload": ("seconds", "Copies of parameters, optimizer state and KV cache between GPU and host"),
-    "timing/testing": ("seconds", "Validation, including a second weight sync after it if no checkpoint follows"),
+    "timing/testing": ("seconds", "Validation; a second weight sync after it counts in the next timing/gen"),
     "timing/save_checkpoint": ("seconds", "Exposed time of checkpoints: taking a snapshot, or waiting for a write"),
     "timing/other": ("seconds", "Time since the last report outside of all phases: batching, reporting"),
     "reliability/restarts": ("", "Restarts after faults so far (--supervise)"),
@@ -274,9 +274,9 @@ def markdown_table() -> str:
         "of the batch, on all GPUs and in all optimizer steps. A value that is not finite stops the run.",
         "",
         "`<phase>` and `<owner>` are rows and columns of the [residency table](architecture.md#residency), `<n>` is 1",
-        "to 4, `<update>` is `update_actor` or `update_critic`, `<divergence>` is `forward_kl` or `reverse_kl`,",
-        "`<statistic>` is `mean`, `max` or `min`, `<q>` is 95 or 99. This page is generated:",
-        "`python -m hybrid_gkd.metrics > docs/metrics.md`.",
+        "to 4, `<which>` is `first` or `last`, `<update>` is `update_actor` or `update_critic`, `<divergence>` is",
+        "`forward_kl` or `reverse_kl`, `<statistic>` is `mean`, `max` or `min`, `<q>` is 95 or 99. This page is",
+        "generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",

@@ -35,7 +35,8 @@ class Tracker(MetricLog, Protocol):
         """Finish at the end of the run; `failed`: whether it ended with an error."""
 
 
-# In the order of their start: Wandb reads metrics.jsonl after JsonLines has truncated it.
+# In the order of their start: Wandb reads metrics.jsonl after JsonLines has truncated it. Their names are accepted in
+# config/metadata.py.
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "console": Console, "jsonl": JsonLines, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
 }  # fmt: skip
