@@ -124,7 +124,7 @@ def test_what_it_reads_is_the_chat_behind_its_own_template():
     with pytest.raises(HybridGKDError, match=r"row 4 of the data: reward_model\.model\.path has no chat template"):
         RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
     own.chat_template = "{{ raise_exception('no system') }}" + CHAT_TEMPLATE
-    with pytest.raises(HybridGKDError, match=r"row 4 of the data: .*reward_model\.model\.path raised .*: .*no system"):
+    with pytest.raises(HybridGKDError, match=r"row 4 of the data: reward_model\.model\.path: .* rejects it: no system"):
         RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
 
 
