@@ -47,6 +47,7 @@ from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
+from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
 from hybrid_gkd.types import GenerationRequest, SampleId, generated_sample
 
 logger = logging.getLogger(__name__)
@@ -222,9 +223,11 @@ def teacher_template(given: str | None) -> str | None:
 def files(facts: Facts) -> str:
     """Read all rows, and check that each has a prompt, and an answer if rewards need one."""
     section, reward = facts.config.data, facts.config.reward
+    of_completions = facts.config.distillation.teacher_prompt_fn is not None
     read = functools.partial(
         read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
-        extra_info=reward.custom_reward_function.path is not None, teacher_prompt_key=section.teacher_prompt_key,
+        extra_info=reward.custom_reward_function.path is not None or of_completions,
+        teacher_prompt_key=section.teacher_prompt_key,
         unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
     )
     facts.train_rows, facts.val_rows = call_all([
@@ -243,12 +246,13 @@ def files(facts: Facts) -> str:
 def data(facts: Facts) -> str:
     """Tokenize all prompts and check their lengths, and that they fill a training batch."""
     section, enabled = facts.config.data, facts.config.distillation.enabled
+    of_completions = facts.config.distillation.teacher_prompt_fn is not None
     own = teacher_template(facts.config.actor_rollout_ref.teacher.chat_template if enabled else None)
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-        teacher_template=own, keep_messages=facts.config.uses_reward_model,
+        teacher_template=own, keep_messages=facts.config.uses_reward_model or of_completions,
         max_response_length=section.max_response_length, loss_mask=section.loss_mask,
         max_teacher_prompt_length=section.max_teacher_prompt_length,
     )  # fmt: skip
@@ -257,7 +261,7 @@ def data(facts: Facts) -> str:
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
     facts.settings |= template_checksums(facts.tokenizer.chat_template, own)
-    facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
+    facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.scores_rollouts)
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts)
@@ -366,6 +370,14 @@ def check_topk(facts: Facts) -> None:
     ):
         if topk > facts.num_ids:
             raise ConfigError(key, rule, topk)
+    if not (loss.enabled and loss.given_topk):
+        return
+    if loss.given_topk > facts.num_ids:
+        raise ConfigError("distillation.topk", f"with distillation.candidates=union, twice it {rule}", loss.topk)
+    size = 4 * (facts.config.max_reading_length + facts.config.data.max_response_length * loss.topk)
+    if size > MAX_REQUEST_BYTES:
+        rule = f"the longest completion takes {size} bytes in a request for scores, the limit is {MAX_REQUEST_BYTES}"
+        raise ConfigError("distillation.candidates", f"{rule}; lower distillation.topk", loss.candidates)
 
 
 def check_positions(who: str, path: str, config: Config, needed: int, limit: tuple[int | None, str]) -> None:

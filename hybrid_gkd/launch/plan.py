@@ -116,7 +116,9 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
         where = f"scores in {arr.teacher.cache}" if arr.teacher.is_stored else where
         loss = config.distillation.loss_fn or config.distillation.loss_mode
-        lines.append(f"teacher: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}")
+        topk = f"top-{config.distillation.topk}"
+        topk += f" of {config.distillation.candidates}" if config.distillation.given_topk else ""
+        lines.append(f"teacher: {where}, {topk}, {loss}, tail {config.distillation.tail}")
     return tuple(lines)
 
 

@@ -56,6 +56,7 @@ def connect(
         n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
         num_microbatches=section.num_microbatches,
         keys=keys or section.keys, allow_change=section.allow_teacher_change,
+        given_topk=config.distillation.given_topk,
     )
     try:
         served = client.handshake(
@@ -135,7 +136,8 @@ def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
     if config.actor_rollout_ref.model.trust_remote_code:
         options.append("--trust-remote-code")
     return TeacherProcess(
-        section.model.path, port=section.server_port or 0, n_logprobs=config.distillation.topk, options=options,
+        section.model.path, port=section.server_port or 0, options=options,
+        n_logprobs=max(config.distillation.topk, config.distillation.given_topk),
         environment=environment, start_timeout=section.start_timeout, log_path=config.run_dir / "logs" / "teacher.log",
     )
 

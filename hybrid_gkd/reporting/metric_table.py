@@ -127,6 +127,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/cache_hit_fraction": (
         "fraction", "Given completions whose scores were in actor_rollout_ref.teacher.cache; absent without any"
     ),
+    "teacher/unscored_fraction": (
+        "fraction", "Samples of the rollout without teacher, for which distillation.teacher_prompt_fn returned None"
+    ),
     "teacher/hidden_fraction": (
         "fraction", "Fraction of timing/get_teacher_knowledge that overlaps with generation or updates and not with a "
         "wait for the teacher, since the last report"
