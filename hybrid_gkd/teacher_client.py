@@ -32,6 +32,7 @@ from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
 from hybrid_gkd.teacher.client.requests import ReadingQueue, Request, TeacherMetrics, normalize_reading
 from hybrid_gkd.teacher.keys import load_keys
+from hybrid_gkd.teacher.limits import rejection_reason
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.teacher.ranges import ranges_of
 from hybrid_gkd.types import Reading, TopK
@@ -53,6 +54,7 @@ class TeacherClient:
         endpoints: "host:port" of each server
         topk: K, candidates per scored token
         temperature: of the teacher's distribution
+        given_topk: candidates per scored token of readings with given ids: these and the most likely others
         vocab_size: number of scored ids; the distribution is restricted to them
         connect_timeout: timeout of the handshake with all servers, seconds
         request_timeout: timeout of a request over all attempts, seconds
@@ -69,13 +71,14 @@ class TeacherClient:
         self, endpoints: list[str], *, topk: int, temperature: float = 1.0, vocab_size: int,
         connect_timeout: float = 10.0, request_timeout: float = 600.0, max_retries: int = 3,
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
-        section: str = "actor_rollout_ref.teacher", allow_change: bool = False,
+        section: str = "actor_rollout_ref.teacher", allow_change: bool = False, given_topk: int = 0,
     ):
         if not endpoints:
             raise TeacherError("a teacher client needs at least one address, host:port")
         for address in endpoints:
             network.endpoint_url(address)  # raises for an invalid address before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
+        self._given_topk = given_topk
         self._connect_timeout = Timeout(connect_timeout, f"{section}.connect_timeout")
         self._request_timeout = Timeout(request_timeout, f"{section}.request_timeout")
         self._max_retries, self._max_in_flight = max_retries, n_server_workers
@@ -117,7 +120,7 @@ class TeacherClient:
         """
         needs = StudentNeeds(
             tokenizer_hash=tokenizer_hash, tokenizer_size=tokenizer_size, max_sequence_length=max_sequence_length,
-            topk=self._topk, temperature=self._temperature,
+            topk=max(self._topk, self._given_topk), temperature=self._temperature, given_ids=self._given_topk > 0,
         )
         connections, timeout = self._connections, self._connect_timeout
         with self._changed:
@@ -150,10 +153,14 @@ class TeacherClient:
                         f"{', '.join(self._endpoints)}: waited {self._request_timeout} to queue {len(readings)} "
                         f"sequences, {self._waiting.num_tokens} tokens are still queued; {self.describe()}"
                     )
+                given = reading.given_ids
+                if given is not None and not 1 <= given.shape[1] <= self._given_topk:
+                    limit = f"given_topk={self._given_topk} of this client"
+                    raise TeacherError(f"{reading.name}: {given.shape[1]} given ids per token, beyond {limit}")
                 if self._needs is None:
                     raise TeacherError("submit needs a handshake first, which checks that teacher and student match")
                 for address, model in self._served.items():  # readings that a server would reject are not sent
-                    if reason := protocol.rejection_reason(reading, model, self._vocab_size):
+                    if reason := rejection_reason(reading, model, self._vocab_size):
                         self._finished.append((future, TeacherRefused(f"{address}: {reason}")))
                         break
                 else:
@@ -343,7 +350,8 @@ class TeacherClient:
             return  # a second reply, one after the deadline, or of a server before its handshake
         try:
             scores = protocol.unpack_result(
-                result, frames, topk=self._topk, vocab_size=self._vocab_size, num_scored=request.num_scored
+                result, frames, topk=self._num_candidates(request), vocab_size=self._vocab_size,
+                num_scored=request.num_scored, given=protocol.joined_given_ids(request.readings),
             )
         except TeacherError as error:
             self._metrics.bad_replies += 1
@@ -356,6 +364,9 @@ class TeacherClient:
         self._metrics.tokens += request.num_tokens
         self._metrics.scored_tokens += sum(request.num_scored)
         self._finish(request, scores)
+
+    def _num_candidates(self, request: Request) -> int:
+        return self._topk if request.readings[0].given_ids is None else self._given_topk
 
     def _on_error(self, connection: Connection, error: ScoreError) -> None:
         request = self._in_flight.get(error.id)
@@ -426,11 +437,12 @@ class TeacherClient:
             connection = min(alive, key=lambda each: (each is request.last_connection, load[each]))
             timeout = min(max(0.0, request.deadline - now), protocol.MAX_TIMEOUT_SECONDS)
             message = ScoreRequest(
-                id=request.id, attempt=request.attempt + 1, timeout_seconds=timeout, topk=self._topk,
+                id=request.id, attempt=request.attempt + 1, timeout_seconds=timeout,
+                topk=self._num_candidates(request),
                 temperature=self._temperature, lengths=[each.num_tokens for each in request.readings],
                 ranges=[ranges_of(each.positions) for each in request.readings], num_ids=self._vocab_size,
             )
-            if not connection.send(message, [protocol.request_array(request.readings)]):
+            if not connection.send(message, protocol.request_arrays(request.readings)):
                 continue  # disconnected; missing pongs or a reconnect are handled later
             request.attempt += 1
             request.connection = request.last_connection = connection

@@ -325,6 +325,9 @@ class LocalGroup(RecordingGroup):
     def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         return self.actor.compute_logprobs(micro_batches[0])
 
+    def compute_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
+        return self.actor.compute_topk(micro_batches[0])
+
     def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         super().compute_divergences(micro_batches)
         return self.actor.compute_divergences(micro_batches[0])

@@ -12,13 +12,15 @@ two distributions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.config import BATCHES_AHEAD, run_teachers
+from hybrid_gkd.config import BATCHES_AHEAD, run_teachers, updates_per_step
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.steps import distillation_factor
@@ -27,10 +29,19 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
+from hybrid_gkd.scoring.scorer import Scorer, WorkersScorer, scored
+from hybrid_gkd.scoring.teacher_prompts import TaskPrompts
 from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
-from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks
+from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks, without_given
 from hybrid_gkd.workers.batches import mean_metrics
+
+UNSCORED: Future[Any] = Future()
+"""In the place of the scores of a sample without teacher (`distillation.teacher_prompt_fn`); its result is None."""
+UNSCORED.set_result(None)
+NO_TOKENS = np.zeros(0, np.float32)
+PARTS = 4
+"""Parts of a rollout: the teacher scores one while the student computes its candidates in the next."""
 
 
 class GKDTrainer(PPOTrainer):
@@ -38,6 +49,7 @@ class GKDTrainer(PPOTrainer):
 
     Args:
         teacher: a client after its handshake, or a scorer of several; the caller closes them.
+        prompts: the teacher's prompts; by default those of the tasks.
         check_teacher: raises if the teacher has ended; called while waiting for it.
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
             begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
@@ -47,7 +59,7 @@ class GKDTrainer(PPOTrainer):
 
     def __init__(
         self, *args: Any, teacher: Teacher | TeacherScorer, check_teacher: Callable[[], None] = lambda: None,
-        shares_gpu: bool = False, **kwargs: Any,
+        shares_gpu: bool = False, prompts: TaskPrompts | None = None, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
         self.teacher = teacher if isinstance(teacher, TeacherScorer) else TeacherScorer(teacher)
@@ -56,7 +68,7 @@ class GKDTrainer(PPOTrainer):
         """Scores by the step of the rollout; several rollouts may be pending."""
         self._kept: list[tuple[int, list[Pair]]] = []
         """Steps and finished samples to send when the next generation begins."""
-        self._weighting = Weighting(self.config)
+        self._prompts, self._weighting = prompts or TaskPrompts(), Weighting(self.config)
         waits = self._weighting.needs_scores or self.config.full_determinism
         self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not waits
         """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
@@ -65,11 +77,21 @@ class GKDTrainer(PPOTrainer):
         self._timeout = Timeout(slowest.section.request_timeout, f"{slowest.where}.request_timeout")
         if not any(each.section.is_stored for each in teachers):
             self.validators.append(self._held_out_divergence)
+        self._candidates: list[Scorer] = []
+        """Scorers of the samples that the teacher scores: of the student's candidates, if configured."""
+        if self.config.distillation.given_topk:
+            self._candidates.append(WorkersScorer("student_topk", self.group.compute_topk, self.batches))
+        self._logprobs: dict[SampleId, np.ndarray] = {}
+        """Log-probabilities of trained tokens from the pass for the student's candidates, if the loss needs them."""
+        self._keeps_logprobs = self._needs_old_logprobs and not self._weighting.cuts_before
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
-        if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
+        early = not self._candidates  # else the student has a forward pass before, with the weights of the update
+        if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
-        elif self.config.actor_rollout_ref.teacher.overlap_rollout and not self.config.full_determinism:
+        elif early and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
+            self.config.full_determinism or self._prompts.waits_for_rewards
+        ):
             self.generation.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
@@ -86,10 +108,14 @@ class GKDTrainer(PPOTrainer):
         loss = self.config.distillation
         factor = distillation_factor(loss.distillation_loss_coef_schedule, rollout.step, self.total_steps)
         samples = rollout.samples + (rollout.greedy if loss.as_reward else ())
-        self._submit(rollout.step, with_tasks(rollout.tasks, [each for each in samples if each.id not in scores]))
+        pairs = with_tasks(rollout.tasks, [each for each in samples if each.id not in scores])
+        size = math.ceil(len(pairs) / PARTS) if self._candidates else len(pairs)
+        for start in range(0, len(pairs), size or 1):
+            self._submit(rollout.step, pairs[start : start + size])
         unknown = len(scores) - len(samples)
         if unknown:
             raise TrainingError(f"{unknown} samples at the teacher belong to no rollout")
+        unscored = sum(each is UNSCORED for each in scores.values())
         if loss.as_reward:
             metrics = self._train_on_log_ratio(rollout, scores, factor)
         else:
@@ -97,6 +123,8 @@ class GKDTrainer(PPOTrainer):
             metrics |= self._train_as_scored(with_teacher_weights(found, factor), scores)
         if loss.distillation_loss_coef_schedule != "constant":
             metrics["actor/distillation/coef"] = loss.distillation_loss_coef * factor
+        if loss.teacher_prompt_fn is not None:
+            metrics["teacher/unscored_fraction"] = unscored / len(samples)
         del self._pending[rollout.step]
         return metrics | self.teacher.take_metrics(self.clock)
 
@@ -109,12 +137,15 @@ class GKDTrainer(PPOTrainer):
         it does with `full_determinism`: micro-batches must not depend on the order in which scores arrive.
         """
         whole, weighting = samples, self._weighting
-        samples = [weighting.before_scoring(sample) for sample in samples]
+        samples = [
+            weighting.without_teacher(sample) if scores[sample.id] is UNSCORED else weighting.before_scoring(sample)
+            for sample in samples
+        ]
         if not self._updates_beside_teacher:
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, len(scores))
             with self.clock.span("update_actor"):
-                scored = [sample.with_signals(teacher=found[sample.id]) for sample in samples]
+                scored = [with_teacher(sample, found[sample.id]) for sample in samples]
                 samples = [weighting.after_scoring(sample) for sample in scored]
                 return self.train(samples) | self._end_metrics(scored) | weighting.metrics(whole, samples)
         updates: list[dict[str, float]] = []
@@ -155,7 +186,7 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, min(missing(), len(scores)))
             for each in sorted(found, key=position.__getitem__):
-                scored[each] = mini_batch[position[each]].with_signals(teacher=found[each])
+                scored[each] = with_teacher(mini_batch[position[each]], found[each])
                 waiting.append(scored[each])
             with self.clock.span("update_actor"):
                 if not scores:
@@ -190,21 +221,42 @@ class GKDTrainer(PPOTrainer):
         """Compute advantages, old log-probabilities and importance weights, as configured, while the teacher scores."""
         loss = self.config.distillation
         samples, metrics = [*rollout.samples], dict[str, float]()
+        if self._logprobs:
+            known, self._logprobs = self._logprobs, {}
+            samples = [s.with_signals(old_logprobs=known[s.id]) if s.id in known else s for s in samples]
         if loss.use_task_rewards:
-            samples, metrics = self.with_advantages(rollout)
+            samples, metrics = self.with_advantages(rollout, samples)
         samples = self.with_reference(samples)
         with self.clock.span("update_actor"):
             policy_loss = loss.use_task_rewards or loss.use_policy_gradient
             samples, weights = self.with_corrections(samples, policy_loss=policy_loss)
         return samples, metrics | weights
 
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Return whether log-probabilities before the update are needed, of the teacher's temperature."""
+        config, loss = self.config, self.config.distillation
+        policy_loss = loss.use_task_rewards or loss.use_policy_gradient
+        several = policy_loss and updates_per_step(config.data.train_batch_size, config.actor_rollout_ref.actor) > 1
+        needed = config.algorithm.compares_logprobs or config.algorithm.use_kl_in_reward or several
+        return needed and loss.temperature == config.actor_rollout_ref.rollout.temperature
+
     def _submit(self, step: int, pairs: list[Pair]) -> None:
         """Send samples of a rollout to the teacher without waiting, unless its step is an SFT warm-up."""
         if step <= self.config.trainer.warmup_steps_sft:
             return
+        with self._rollouts.paused():  # a function of the user has its own deadline
+            pairs, unscored = self._prompts.finished(pairs)
         pairs = [(task, self._weighting.before_scoring(sample)) for task, sample in pairs]
+        for scorer in self._candidates:
+            with self.clock.span("update_actor"):
+                samples = scored(scorer, pairs)
+            pairs = [(task, sample) for (task, _), sample in zip(pairs, samples, strict=True)]
+            if self._keeps_logprobs:
+                own = without_given(samples)
+                self._logprobs |= {sample.id: sample.topk("student_topk").sampled_logprobs for sample in own}
         with working_for(step):
-            self._pending[step] |= self.teacher.start(pairs)
+            self._pending[step] |= self.teacher.start(pairs) | dict.fromkeys(unscored, UNSCORED)
 
     def _submit_kept(self) -> None:
         """Send the samples that were held back."""
@@ -226,7 +278,8 @@ class GKDTrainer(PPOTrainer):
             self._take_scores(dict(scores), len(scores))
         size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         found, scored = dict[SampleId, np.ndarray](), dict[SampleId, TopK]()
-        shown = self._shown(pairs)
+        everything, shown = pairs, self._shown(pairs)
+        pairs, _ = self._prompts.of_groups(pairs)
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
             with self.teacher.uncounted():
@@ -235,12 +288,12 @@ class GKDTrainer(PPOTrainer):
             found |= self.group.compute_divergences(self.batches.plan(with_scores))
             scored |= {each: taken[each] for each in shown if each in taken}
         rows = []
-        for sample, row in shown.values():
+        for sample, row in (each for sample_id, each in shown.items() if sample_id in scored):
             tokens = token_scores(sample, scored[sample.id], found[sample.id], self._text)
             rows.append(row | {"tokens": tokens})
         self.tracking.log_tokens(rows, self.step)
         return {
-            name: [found[sample.id][:, column] for _, sample in pairs]
+            name: [found[sample.id][:, column] if sample.id in found else NO_TOKENS for _, sample in everything]
             for column, name in enumerate(("forward_kl", "reverse_kl"))
         }
 
@@ -263,9 +316,15 @@ class GKDTrainer(PPOTrainer):
         return text
 
 
+def with_teacher(sample: Sample, scores: TopK | None) -> Sample:
+    """Return the sample with the teacher's scores, if it has any."""
+    return sample if scores is None else sample.with_signals(teacher=scores)
+
+
 def end_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the teacher's log-probability of the ends of completions; low if its own end-of-text token differs."""
-    ends = [s.topk("teacher").sampled_logprobs[-1] for s in samples if s.status == "stop" and s.num_trained]
+    ended = (s for s in samples if s.status == "stop" and s.num_trained and "teacher" in s.signals)
+    ends = [s.topk("teacher").sampled_logprobs[-1] for s in ended]
     return {"teacher/end_logprob": float(np.mean(ends, dtype=np.float64))} if ends else {}
 
 

@@ -100,6 +100,7 @@ Signal = np.ndarray | TopK
 """One value per trained token, float32 [R], or the candidates of a policy."""
 SIGNALS = {
     "teacher": "TopK of the teacher",
+    "student_topk": "TopK of the student, whose ids are candidates of the teacher (distillation.candidates)",
     "rewards": "[R] reward of each token; the score of the whole sample is at its last trained token",
     "advantages": "[R] advantage of each token",
     "old_logprobs": "[R] log-probabilities under the weights before the rollout's first mini-batch",
@@ -271,6 +272,8 @@ class Reading:
     """int64 [R], ascending and at least 1: the tokens whose predictions are scored."""
     name: str = ""
     """Name in messages, such as "row 12, sample 3"."""
+    given_ids: np.ndarray | None = None
+    """int32 [R, C], distinct ids of each row that are among its candidates; None: the most likely ids alone are."""
     keep: bool = False
     """True if the scores should be cached because it is read again, as given completions are."""
 
@@ -278,6 +281,11 @@ class Reading:
     def num_tokens(self) -> int:
         """Return L."""
         return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of a request for its scores."""
+        return 4 * (len(self.token_ids) + (0 if self.given_ids is None else self.given_ids.size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

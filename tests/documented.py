@@ -64,6 +64,10 @@ _REPORT = "tests/unit/reporting/test_report_page.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
 _DASHBOARD = "tests/unit/reporting/test_dashboard.py::test_the_specification_is_printed_without_a_login"
 _GENERATE = "tests/integration/test_generate.py::test_a_reward_and_the_limit_of_tokens_leave_answers_out"
+_SOLUTION = "tests/integration/test_teacher_prompts.py::test_a_teacher_with_a_solution_scores_what_is_wrong"
+_CANDIDATES = (
+    "tests/integration/test_student_candidates.py::test_teacher_and_student_are_compared_on_the_students_tokens"
+)
 _SCORE = "tests/integration/test_score.py::test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them"
 _GPU_DEMO = (
     "tests/integration/test_gpu_demo.py::test_the_recipe_builds_its_models_and_runs_from_them_become_a_page"
@@ -92,6 +96,9 @@ RUN_ELSEWHERE = {
     "distillation.use_task_rewards=true distillation.distillation_loss_coef=0.3 "
     "distillation.distillation_loss_coef_schedule=cosine":
         f"{_RECIPES}::test_a_policy_gradient_of_the_teacher_beside_task_rewards",
+    f"{DISTIL} {FILES} reward.answer_key=answer reward.name=gsm8k actor_rollout_ref.rollout.n=4 "
+    "distillation.teacher_prompt_fn=my_prompts.py:with_a_solution data.max_teacher_prompt_length=2560": _SOLUTION,
+    "bash run_gkd.sh distillation.loss_mode=reverse_kl distillation.candidates=student": _CANDIDATES,
     "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,
     f"bash run_gkd.sh {POOLS} trainer.scheduler=one_step_off": _AHEAD,
     f".venv/bin/python -m hybrid_gkd.doctor {QWEN} {LARGE} {FILES}": _DOCTOR,

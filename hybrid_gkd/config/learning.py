@@ -41,11 +41,19 @@ class DistillationConfig:
     """Weight of the teacher in jsd's mixture; 0 is forward_kl and 1 is reverse_kl."""
     mixed_weights: dict[str, float] = field(default_factory=dict)
     """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; all modes except k1 are allowed."""
+    teacher_prompt_fn: str | None = field(default=None, metadata=rules.IMPORT_PATH)
+    """Build the teacher's prompt after the completions, from feedback or a successful completion: module:name or
+    file.py:name of function(task, sample, group), which returns a text, messages, or None for no teacher. See
+    docs/teacher.md."""
     use_policy_gradient: bool = False
     """Minimise the mean of k1, k2 or k3 over the student's samples, by PPO's clipped loss: the negative advantage of
     the sampled token is the value plus its slope in the student's log-probability. false: the value is the loss."""
     topk: int = field(default=64, metadata=rules.POSITIVE)
-    """Teacher candidates per position."""
+    """Candidates per position, see candidates."""
+    candidates: Literal["teacher", "student", "union"] = "teacher"
+    """Tokens on which teacher and student are compared at each position: the topk that the teacher finds most likely
+    (teacher), those that the student does (student), or those of the student and the topk most likely others of the
+    teacher (union). Those of the student cost it a forward pass before the teacher can score. See docs/losses.md."""
     tail: Literal["bucket", "none", "renormalise"] = "bucket"
     """The vocabulary outside the top-k: one bucket, left out, or removed from both distributions."""
     temperature: float = field(default=1.0, metadata=rules.TEMPERATURE)
@@ -70,6 +78,11 @@ class DistillationConfig:
     """Arguments of token_weights by name: the fraction of each completion's tokens that is selected, by default
     {fraction: 0.3} with position, 0.5 with student_entropy, 0.1 with confident_wrong; anything for a function of your
     own."""
+
+    @property
+    def given_topk(self) -> int:
+        """Return the number of candidates per position where those of the student are among them; 0: nowhere."""
+        return {"teacher": 0, "student": 1, "union": 2}[self.candidates] * self.topk
 
     @property
     def weighting(self) -> TokenWeights | None:

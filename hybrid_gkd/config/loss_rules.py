@@ -26,9 +26,11 @@ def given_answers(config: Config) -> Rules:
     data, loss, given = config.data, config.distillation, "data.response_key"
     yield "data.teacher_prompt_key", data.teacher_prompt_key is None or loss.enabled, "needs distillation.enabled=true"
     own_template = any(teacher.section.chat_template is not None for teacher in teachers)
-    own_prompt = own_template or data.teacher_prompt_key is not None
+    own_prompt = own_template or data.teacher_prompt_key is not None or loss.teacher_prompt_fn is not None
+    yield from _teacher_prompt_fn(config)
     yield "data.max_teacher_prompt_length", data.max_teacher_prompt_length is None or own_prompt, (
-        f"needs data.teacher_prompt_key, the column with the teacher's prompts, or {ARR}.teacher.chat_template"
+        "needs data.teacher_prompt_key, the column with the teacher's prompts, distillation.teacher_prompt_fn, or "
+        f"{ARR}.teacher.chat_template"
     )
     if data.response_key is None:
         unused = "needs data.response_key, the column with given completions"
@@ -39,7 +41,8 @@ def given_answers(config: Config) -> Rules:
         yield "data.excluded_spans_key", data.excluded_spans_key is None, unused
         return
     yield "data.loss_mask", data.loss_mask == "answer" or not (loss.enabled and own_prompt), (
-        f"must be answer with {ARR}.teacher.chat_template or data.teacher_prompt_key, which change the prompt"
+        f"must be answer with {ARR}.teacher.chat_template, data.teacher_prompt_key or distillation.teacher_prompt_fn, "
+        "which change the prompt"
     )
     yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
     yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"
@@ -56,6 +59,17 @@ def given_answers(config: Config) -> Rules:
     yield f"{section[0]}.temperature", section[1].temperature == 1 or not crossed, (
         "must be 1 with a cross-entropy of given completions (distillation.sft_coef, trainer.warmup_steps_sft)"
     )
+
+
+def _teacher_prompt_fn(config: Config) -> Rules:
+    """Yield the rules of teacher prompts that are built after the completions."""
+    loss, key = config.distillation, "distillation.teacher_prompt_fn"
+    if loss.teacher_prompt_fn is not None:
+        yield key, loss.enabled, "needs distillation.enabled=true"
+        yield key, config.data.teacher_prompt_key is None, "must be null with data.teacher_prompt_key; use one of them"
+        yield key, not loss.as_reward, "must be null with distillation.as_reward, which needs a score of each token"
+        stored = config.actor_rollout_ref.teacher.is_stored
+        yield key, not stored, f"needs a teacher service, not scores stored in {ARR}.teacher.cache"
 
 
 def distillation_loss(config: Config) -> Rules:
@@ -110,6 +124,15 @@ def distillation_loss(config: Config) -> Rules:
         "about the policy that sampled the completions",
     )
     yield from _token_weights(config)
+    own_candidates, needs = loss.candidates != "teacher", f"must be teacher with {key}"
+    yield f"{key}.candidates", not (own_candidates and loss.as_reward), f"{needs}.as_reward, which has none"
+    all_sampled = not own and used == takes_samples
+    yield f"{key}.candidates", not (own_candidates and all_sampled), f"{needs}.loss_mode={mode}, which has none"
+    cache = config.actor_rollout_ref.teacher.cache
+    yield (
+        f"{key}.candidates", not own_candidates or cache is None,
+        f"must be teacher with {ARR}.teacher.cache, which has the teacher's",
+    )
 
 
 def _token_weights(config: Config) -> Rules:

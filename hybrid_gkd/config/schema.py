@@ -271,6 +271,12 @@ class Config:
         return self.distillation.use_task_rewards or not (self.distillation.enabled or self.is_sft)
 
     @property
+    def scores_rollouts(self) -> bool:
+        """Return whether rewards of rollouts are computed: to train on, or for distillation.teacher_prompt_fn."""
+        loss = self.distillation
+        return self.trains_on_rewards or (loss.enabled and loss.teacher_prompt_fn is not None and self.has_reward)
+
+    @property
     def has_advantages(self) -> bool:
         """Return whether tokens have advantages, from rewards or from the teacher's log-ratios."""
         return self.trains_on_rewards or self.distillation.as_reward
@@ -319,7 +325,7 @@ class Config:
     @property
     def uses_reward_model(self) -> bool:
         """Return whether a reward model scores responses in training or validation."""
-        return self.reward_model.enable and (self.trains_on_rewards or bool(self.data.val_files))
+        return self.reward_model.enable and (self.scores_rollouts or bool(self.data.val_files))
 
     @property
     def world_size(self) -> int:

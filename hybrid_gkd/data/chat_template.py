@@ -65,6 +65,18 @@ def tokenize_chats(
     return ids
 
 
+def tokenize_chat(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str, template: str | None = None,
+    tools: Tools = None,
+) -> list[int]:  # fmt: skip
+    """Return token ids of one conversation, as `tokenize_chats` does."""
+    if not template and not tokenizer.chat_template:
+        return encode_open(tokenizer, [plain_text(chat, tools, f"{where}: the tokenizer")])[0]
+    text = renderer(tokenizer, options, where, template)(chat, tools=tools, add_generation_prompt=True)
+    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return found
+
+
 def renderer(
     tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str, template: str | None = None
 ) -> Callable[..., str]:

@@ -242,20 +242,20 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
 def _teacher_messages(values: dict[str, Any], columns: _Columns, where: str) -> Chat | None:
     """Return the teacher's own prompt of a row; None if it has none."""
     value = None if columns.teacher_prompt is None else values.get(columns.teacher_prompt)
-    return None if value is None else _check_messages(value, f"{where}, column {columns.teacher_prompt!r}")
+    return None if value is None else check_messages(value, f"{where}, column {columns.teacher_prompt!r}")
 
 
 def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
     """Return a row's prompt, and its given completion if there is one; `where` lacks the column name."""
     prompt, of_prompt = values.get(columns.prompt), f"{where}{columns.prompt!r}"
     if columns.response is None:
-        return _check_messages(prompt, of_prompt), None
+        return check_messages(prompt, of_prompt), None
     response = values.get(columns.response)
     if columns.response == columns.prompt and isinstance(prompt, list):
         prompt, response = split_chat(prompt)
     spans = None if columns.excluded_spans is None else values.get(columns.excluded_spans)
     answer = parse_completion(response or None, spans, f"{where}{columns.response!r}", _check_message)
-    return _check_messages(prompt, of_prompt), answer
+    return check_messages(prompt, of_prompt), answer
 
 
 def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | None, where: str) -> list[str | None]:
@@ -281,7 +281,8 @@ def _optional(rows: list[dict[str, Any]], column: str, kind: type, rule: str, wh
     return found
 
 
-def _check_messages(value: object, where: str) -> Chat:
+def check_messages(value: object, where: str) -> Chat:
+    """Return a prompt as chat messages. Raises DataError: it is neither a text nor messages, or is empty."""
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: must be a text or a list of chat messages; got {short(value)}")

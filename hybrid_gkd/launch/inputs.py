@@ -48,6 +48,7 @@ from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
+from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
 from hybrid_gkd.types import GenerationRequest, SampleId, generated_sample
 
 logger = logging.getLogger(__name__)
@@ -225,13 +226,25 @@ def teacher_template(given: str | None) -> str | None:
     return template
 
 
+def teacher_templates(config: Config) -> dict[str, str]:
+    """Return the configured chat templates by key of the teacher. Raises ConfigError as `teacher_template` does."""
+    templates = dict[str, str]()
+    for teacher in run_teachers(config):
+        with rename_section(UNNAMED, teacher.where):
+            own = teacher_template(teacher.section.chat_template)
+        templates |= {teacher.key: own} if own is not None else {}
+    return templates
+
+
 def files(facts: Facts) -> str:
     """Read all rows, and check that each has a prompt, and an answer if rewards need one."""
     section, reward = facts.config.data, facts.config.reward
+    of_completions = facts.config.distillation.teacher_prompt_fn is not None
     read = functools.partial(
         read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
-        extra_info=reward.custom_reward_function.path is not None, teacher_prompt_key=section.teacher_prompt_key,
-        teacher=teacher_column(facts.config), unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
+        extra_info=reward.custom_reward_function.path is not None or of_completions,
+        teacher_prompt_key=section.teacher_prompt_key, teacher=teacher_column(facts.config),
+        unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
     )  # fmt: skip
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
@@ -248,16 +261,13 @@ def files(facts: Facts) -> str:
 
 def data(facts: Facts) -> str:
     """Tokenize all prompts and check their lengths, and that they fill a training batch."""
-    section, templates = facts.config.data, dict[str, str]()
-    for teacher in run_teachers(facts.config):
-        with rename_section(UNNAMED, teacher.where):
-            own = teacher_template(teacher.section.chat_template)
-        templates |= {teacher.key: own} if own is not None else {}
+    section, templates = facts.config.data, teacher_templates(facts.config)
+    of_completions = facts.config.distillation.teacher_prompt_fn is not None
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-        teacher_templates=templates, keep_messages=facts.config.uses_reward_model,
+        teacher_templates=templates, keep_messages=facts.config.uses_reward_model or of_completions,
         max_response_length=section.max_response_length, loss_mask=section.loss_mask,
         max_teacher_prompt_length=section.max_teacher_prompt_length,
     )  # fmt: skip
@@ -267,7 +277,7 @@ def data(facts: Facts) -> str:
     ])  # fmt: skip
     sections = {teacher.where: templates.get(teacher.key) for teacher in run_teachers(facts.config)}
     facts.settings |= template_checksums(facts.tokenizer.chat_template, sections)
-    facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
+    facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.scores_rollouts)
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts)
@@ -380,6 +390,14 @@ def check_topk(facts: Facts) -> None:
     ):
         if topk > facts.num_ids:
             raise ConfigError(key, rule, topk)
+    if not (loss.enabled and loss.given_topk):
+        return
+    if loss.given_topk > facts.num_ids:
+        raise ConfigError("distillation.topk", f"with distillation.candidates=union, twice it {rule}", loss.topk)
+    size = 4 * (facts.config.max_reading_length + facts.config.data.max_response_length * loss.topk)
+    if size > MAX_REQUEST_BYTES:
+        rule = f"the longest completion takes {size} bytes in a request for scores, the limit is {MAX_REQUEST_BYTES}"
+        raise ConfigError("distillation.candidates", f"{rule}; lower distillation.topk", loss.candidates)
 
 
 def check_positions(who: str, path: str, config: Config, needed: int, limit: tuple[int | None, str]) -> None:

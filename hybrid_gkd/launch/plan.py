@@ -120,9 +120,9 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         where = f"scores in {section.cache}" if section.is_stored else where
         where += f", key {teacher.key}" if has_several_teachers(config) else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
-        lines.append(
-            f"{teacher.label}: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}"
-        )
+        topk = f"top-{config.distillation.topk}"
+        topk += f" of {config.distillation.candidates}" if config.distillation.given_topk else ""
+        lines.append(f"{teacher.label}: {where}, {topk}, {loss}, tail {config.distillation.tail}")
     return tuple(lines)
 
 

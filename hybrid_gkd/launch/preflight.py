@@ -46,6 +46,7 @@ from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.runtime.imports import is_import_path, load_object
 from hybrid_gkd.runtime.waiting import Timeout, interrupted_after, waiting
 from hybrid_gkd.scoring.reward_functions import load_functions
+from hybrid_gkd.scoring.teacher_prompts import load_prompt_function
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def device(facts: Facts) -> str:
 
 
 def loss(facts: Facts) -> str:
-    """Check that custom losses, token weights and advantage estimators return valid results."""
+    """Check that custom losses, token weights and advantage estimators return valid results, and import others."""
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
         function = user_divergence(section.loss_fn).function
@@ -169,6 +170,8 @@ def loss(facts: Facts) -> str:
         load_object("distillation.token_weights", weighting.import_path)  # with a timer of its own
         with limited("distillation.token_weights", section.token_weights):
             check_token_weights(weighting, topk=section.topk)
+    if section.enabled and section.teacher_prompt_fn is not None:
+        load_prompt_function(section.teacher_prompt_fn)
     on_rewards = section.use_task_rewards or section.as_reward or not section.enabled
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
         estimator = load_estimator(facts.config.algorithm.adv_estimator)

@@ -24,6 +24,7 @@ from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import CheckpointError, ConfigError, describe_error
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.compatibility import check_confidence, check_same_teacher
+from hybrid_gkd.launch.inputs import teacher_templates
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, checkpoint_files, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -43,6 +44,7 @@ from hybrid_gkd.runtime.files import free_path
 from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
+from hybrid_gkd.scoring.teacher_prompts import CompletionPrompts
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
@@ -248,6 +250,9 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
             check_same_teacher(facts, teacher, next(iter(client.served.values())))
             logger.info("%s: %s", teacher.label, check_confidence(facts, teacher, client))
     arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu}
+    if config.distillation.teacher_prompt_fn is not None:
+        rewards = scorer if config.scores_rollouts else None
+        arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
     return GKDTrainer(config, teacher=teachers.scorer(), **arguments)
 
 

@@ -68,6 +68,7 @@ def connect(
         n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
         num_microbatches=section.num_microbatches,
         keys=keys or section.keys, section=teacher.where, allow_change=section.allow_teacher_change,
+        given_topk=config.distillation.given_topk,
     )
     try:
         served = client.handshake(
@@ -149,7 +150,8 @@ def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int) -
     if config.actor_rollout_ref.model.trust_remote_code:
         options.append("--trust-remote-code")
     return TeacherProcess(
-        section.model.path, port=section.server_port or 0, n_logprobs=config.distillation.topk, options=options,
+        section.model.path, port=section.server_port or 0, options=options,
+        n_logprobs=max(config.distillation.topk, config.distillation.given_topk),
         environment=environment, start_timeout=section.start_timeout,
         log_path=config.run_dir / "logs" / f"{teacher.label.replace(' ', '_')}.log",
     )

@@ -125,7 +125,7 @@ class RolloutGenerator:
         with working_for(step), self.clock.span("gen") if open_tasks else contextlib.nullcontext():
             if needs_greedy_samples(self.config):
                 greedy = self._greedy_samples(open_tasks, number, limit)
-            scorer = self.scorer if self.config.trains_on_rewards else None
+            scorer = self.scorer if self.config.scores_rollouts else None
             for finished in self._drawn(open_tasks, requests, sampling, scorer):
                 self.pipeline.progress()
                 samples += [sample for _, sample in finished]

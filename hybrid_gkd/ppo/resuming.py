@@ -60,7 +60,7 @@ REWARD = (
     "reward.name", "reward.functions", "reward.answer_key", "reward.format", "reward.overlong_buffer",
     "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key", "reward_model.enable",
 )  # fmt: skip
-"""Further keys if rewards are trained on and not only reported."""
+"""Further keys if rewards are trained on or read by `distillation.teacher_prompt_fn`, and not only reported."""
 REWARD_MODEL = ("reward_model.model.path", "reward_model.max_length")
 """Further keys if rewards that are trained on come from a reward model."""
 TEACHER_PATH = f"{ARR}.teacher.model.path"
@@ -80,7 +80,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     identified by its model, not its address. The model is unknown here, so the caller adds `teacher_settings`.
     """
     loss = config.distillation
-    rewards: tuple[str, ...] = REWARD if config.trains_on_rewards else ()
+    rewards: tuple[str, ...] = REWARD if config.scores_rollouts else ()
     rewards += REWARD_MODEL if rewards and config.reward_model.enable else ()
     critic, reference = CRITIC if config.uses_critic else (), REFERENCE if config.uses_reference else ()
     config, found = dataclasses.replace(config, critic=config.resolved_critic), dict[str, Any]()

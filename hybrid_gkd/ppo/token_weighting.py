@@ -35,14 +35,24 @@ class Weighting:
 
     def after_scoring(self, sample: Sample) -> Sample:
         """Return the sample that is trained, given one with the teacher's scores."""
-        return self._weighed(sample) if self.needs_scores else sample
+        return self._weighed(sample) if self.needs_scores and "teacher" in sample.signals else sample
+
+    def without_teacher(self, sample: Sample) -> Sample:
+        """Return a sample that the teacher does not score: its tokens have weight 0 in the distillation term.
+
+        If that is the only term, one token is kept, since a mini-batch without any token cannot be trained.
+        """
+        if self._selects:
+            sample = sample.only(np.arange(sample.num_trained) < 1)
+        return sample.with_signals(**{"weights/distillation": np.zeros(sample.num_trained, np.float32)})
 
     def metrics(self, before: list[Sample], after: list[Sample]) -> dict[str, float]:
         """Return the fraction of trained tokens with a weight above 0, given the samples without and with weights."""
         if self._row is None:
             return {}
+        after = [sample for sample in after if "teacher" in sample.signals]
         if self._row.needs == "student":
-            selected = [num_selected(self._row.options["fraction"], sample.num_trained) for sample in before]
+            selected = [num_selected(self._row.options["fraction"], sample.num_trained) for sample in after]
         else:
             selected = [
                 int(np.count_nonzero(s.array("token_weights"))) if "token_weights" in s.signals else s.num_trained

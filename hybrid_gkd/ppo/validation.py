@@ -89,10 +89,11 @@ def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
     """Return the mean over all tokens (`name`) and over those in each quarter of their completion (`name/q1`, ...).
 
     Token r of R is in quarter floor(4 r / R) + 1; a completion of less than four tokens does not reach all quarters.
+    Nothing is returned without tokens.
     """
     tokens = np.concatenate(values).astype(np.float64)
     quarter = np.concatenate([np.arange(len(each)) * QUARTERS // len(each) for each in values])
-    metrics = {name: float(tokens.mean())}
+    metrics = {name: float(tokens.mean())} if len(tokens) else {}
     for number in range(QUARTERS):
         if (quarter == number).any():
             metrics[f"{name}/q{number + 1}"] = float(tokens[quarter == number].mean())

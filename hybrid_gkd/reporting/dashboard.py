@@ -105,6 +105,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Request time and exposed wait", ("timing/get_teacher_knowledge", "timing/wait_prev_teacher")),
         Panel("Queue length", ("teacher/queue_length",)),
         Panel("Score cache hits", ("teacher/cache_hit_fraction",)),
+        Panel("Samples without teacher", ("teacher/unscored_fraction",)),
         Panel("Retries", ("teacher/retries",)),
         Panel("Teacher throughput", ("teacher/tokens_per_second",)),
         Panel("Several teachers", ("teacher/<key>/",)),
@@ -220,6 +221,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "training/given_fraction": lambda run: run.data.response_key is not None,
     "teacher/cache_hit_fraction": lambda run: any(each.section.cache is not None for each in run_teachers(run))
     and run.data.response_key is not None,
+    "teacher/unscored_fraction": lambda run: _distils(run) and run.distillation.teacher_prompt_fn is not None,
     "response/ended_fraction": lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None,
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
@@ -242,9 +244,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,
-    "timing/reward_model": lambda run: run.uses_reward_model and run.trains_on_rewards,
+    "timing/reward_model": lambda run: run.uses_reward_model and run.scores_rollouts,
     "timing/reward": lambda run: (
-        run.has_reward_functions and run.trains_on_rewards and (_is_hybrid(run) or not _filters_groups(run))
+        run.has_reward_functions and run.scores_rollouts and (_is_hybrid(run) or not _filters_groups(run))
     ),
     # The save of the last step ends after the last report.
     "timing/save_checkpoint": lambda run: run.trainer.save_freq > 0 or run.trainer.best_metric is not None,

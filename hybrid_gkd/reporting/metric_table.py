@@ -134,6 +134,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/<key>/token_fraction": (
         "fraction", "Part of the step's scored tokens that this teacher scored, without those of a cache"
     ),
+    "teacher/unscored_fraction": (
+        "fraction", "Samples of the rollout without teacher, for which distillation.teacher_prompt_fn returned None"
+    ),
     "teacher/hidden_fraction": (
         "fraction", "Fraction of timing/get_teacher_knowledge that overlaps with generation or updates and not with a "
         "wait for the teacher, since the last report"

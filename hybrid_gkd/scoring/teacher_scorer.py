@@ -36,8 +36,11 @@ def completion_view(task: Task, sample: Sample) -> Reading:
         own = len(task.token_ids)
         token_ids = np.concatenate([task.teacher_ids, token_ids[own:]])
         positions = positions + (len(task.teacher_ids) - own)
-    is_given = sample.status == "given"
-    return Reading(token_ids=token_ids, positions=positions, name=str(sample.id), keep=is_given)
+    given_ids = sample.topk("student_topk").ids if "student_topk" in sample.signals else None
+    return Reading(
+        token_ids=token_ids, positions=positions, name=str(sample.id), keep=sample.status == "given",
+        given_ids=given_ids,
+    )  # fmt: skip
 
 
 class Teacher(Protocol):

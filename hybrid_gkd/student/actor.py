@@ -193,6 +193,15 @@ class Actor(TrainedModel):
         self.reshard()
         return found
 
+    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
+        """Return the `distillation.topk` most likely tokens at the trained tokens of each sample."""
+        self._seed()
+        found = top_candidates(
+            self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
+        )
+        self.reshard()
+        return found
+
     @torch.no_grad()
     def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Return divergences of scored samples, float32 [R, 2 + 3 s] each, at `distillation.temperature`.

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherRefused
-from hybrid_gkd.teacher.ranges import count_ranges, positions_of
+from hybrid_gkd.teacher.ranges import positions_of
 from hybrid_gkd.types import Reading, TopK
 
 PROTOCOL_VERSION = 4
@@ -94,6 +94,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Chat template of the tokenizer; None if there is none or it is unknown."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion of the model; empty if unknown."""
+    given_ids: bool = False
+    """Whether requests may name candidates; False in services that do not know them."""
     weights: str = ""
     """Fingerprint of the weights and of the data type of the computation; empty if unknown."""
 
@@ -122,7 +124,11 @@ class Bye(Message, tag="bye"):
 
 
 class ScoreRequest(Message, tag="score"):
-    """Request for scores. Arrays: token ids int32 [sum of L], concatenated over the readings."""
+    """Request for scores.
+
+    Arrays: token ids int32 [sum of L], concatenated over the readings; optionally given ids int32 [sum of R, C], which
+    are among the topk candidates. Only services with `ModelInfo.given_ids` accept the latter.
+    """
 
     id: RequestId
     attempt: Count
@@ -289,9 +295,16 @@ def decode_arrays(message: AnyMessage, frames: ListLike[Buffer]) -> list[np.ndar
     return arrays
 
 
-def request_array(readings: ListLike[Reading]) -> np.ndarray:
-    """Return the array of a ScoreRequest, int32 [sum of L]."""
-    return np.concatenate([each.token_ids for each in readings]).astype(np.int32, copy=False)
+def request_arrays(readings: ListLike[Reading]) -> list[np.ndarray]:
+    """Return the arrays of a ScoreRequest: token ids int32 [sum of L], and given ids int32 [sum of R, C], if any."""
+    arrays, given = [np.concatenate([each.token_ids for each in readings])], joined_given_ids(readings)
+    return [each.astype(np.int32, copy=False) for each in ([*arrays, given] if given is not None else arrays)]
+
+
+def joined_given_ids(readings: ListLike[Reading]) -> np.ndarray | None:
+    """Return the given ids [sum of R, C] of the readings of a request, all of which have some or none has."""
+    given = [each.given_ids for each in readings if each.given_ids is not None]
+    return np.concatenate(given) if given else None
 
 
 def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
@@ -313,16 +326,23 @@ def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: Mode
 def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[Reading]:
     """Return the readings of a request. Raises ProtocolError; TeacherRefused: invalid ranges."""
     arrays = decode_arrays(request, frames)
-    if len(arrays) != 1 or arrays[0].dtype != np.int32 or arrays[0].shape != (request.num_tokens,):
-        raise ProtocolError(f"a request needs one int32 array of {request.num_tokens} token ids")
+    if not 1 <= len(arrays) <= 2 or arrays[0].dtype != np.int32 or arrays[0].shape != (request.num_tokens,):
+        raise ProtocolError(f"a request needs one int32 array of {request.num_tokens} token ids, and given ids at most")
+    given_ids = arrays[1] if len(arrays) > 1 else None
+    if given_ids is not None and not (
+        given_ids.dtype == np.int32 and given_ids.ndim == 2 and len(given_ids) == request.num_scored
+    ):
+        raise ProtocolError(f"given ids must be an int32 array of {request.num_scored} rows")
     if not request.lengths or len(request.ranges) != len(request.lengths):
         given = f"got {len(request.lengths)} lengths, ranges of {len(request.ranges)}"
         raise TeacherRefused(f"a request needs readings, each with its length and its ranges; {given}")
-    readings, start = [], 0
+    readings, start, row = [], 0, 0
     for index, (length, ranges) in enumerate(zip(request.lengths, request.ranges, strict=True)):
         name, token_ids = f"reading {index}", arrays[0][start : start + length]
-        readings.append(Reading(token_ids=token_ids, positions=positions_of(ranges, length, name), name=name))
-        start += length
+        positions = positions_of(ranges, length, name)
+        own = None if given_ids is None else given_ids[row : row + len(positions)]
+        readings.append(Reading(token_ids=token_ids, positions=positions, name=name, given_ids=own))
+        start, row = start + length, row + len(positions)
     return readings
 
 
@@ -336,10 +356,16 @@ def result_arrays(scores: ListLike[TopK]) -> list[np.ndarray]:
 
 
 def unpack_result(
-    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, num_scored: ListLike[int]
+    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, num_scored: ListLike[int],
+    given: np.ndarray | None = None,
 ) -> list[TopK]:
-    """Return the validated scores of every reading, of R in `num_scored`. Raises ProtocolError or BadTeacherReply."""
+    """Return the validated scores of every reading, of R in `num_scored`. Raises ProtocolError or BadTeacherReply.
+
+    `given`: int [sum of R, C], ids that must be among the candidates.
+    """
     arrays = check_result(result, frames, topk=topk, vocab_size=vocab_size, num_rows=sum(num_scored))
+    if given is not None:
+        _check_given(arrays[0], given, f"{result.server or 'the server'}: request {result.id}")
     ends = np.cumsum(num_scored)[:-1]
     # Copies, so that one long-lived sample does not keep the whole message in memory.
     parts = zip(*([part.copy() for part in np.split(array, ends)] for array in arrays), strict=True)
@@ -347,6 +373,15 @@ def unpack_result(
         TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
         for ids, logprobs, tail, sampled in parts
     ]
+
+
+def _check_given(ids: np.ndarray, given: np.ndarray, where: str) -> None:
+    """Check that each row of `ids` [N, K] has the given ids [N, C]. Raises BadTeacherReply."""
+    both = np.sort(np.concatenate([ids, given], axis=1), axis=1)  # ids are distinct, so are given ones
+    bad = np.flatnonzero((both[:, 1:] == both[:, :-1]).sum(axis=1) != given.shape[1])
+    if bad.size:
+        missing = np.setdiff1d(given[bad[0]], ids[bad[0]])[0]
+        raise BadTeacherReply(f"{where}, row {bad[0]}: the given id {missing} is not among the candidates")
 
 
 def check_result(
@@ -413,36 +448,3 @@ def check_scores(
     fail("probabilities sum to more than 1", mass > 1 + tolerance, mass)
     total = mass + np.exp(tail_logprobs, dtype=np.float32)
     fail("probabilities of candidates and tail do not sum to 1", np.abs(total - 1) > tolerance, total)
-
-
-def check_request(request: ScoreRequest, readings: ListLike[Reading], model: ModelInfo) -> None:
-    """Check a request against the limits of `model`. Raises TeacherRefused: it can never be scored."""
-    if request.topk > model.max_topk:
-        limit = f"the {model.max_topk} that the server was started with (--n-logprobs)"
-        raise TeacherRefused(f"topk {request.topk} is above {limit}")
-    if request.temperature != 1.0 and not model.any_temperature:
-        able = f"the {model.backend} backend scores at 1.0 only; use --backend hf"
-        raise TeacherRefused(f"temperature {request.temperature}: {able}")
-    if request.num_ids is not None and request.topk > request.num_ids:
-        raise TeacherRefused(f"topk {request.topk} is above the {request.num_ids} ids that are to be scored (num_ids)")
-    for each in readings:
-        if reason := rejection_reason(each, model, request.num_ids):
-            raise TeacherRefused(reason)
-
-
-def rejection_reason(reading: Reading, model: ModelInfo, num_ids: int | None = None) -> str | None:
-    """Return why `model` can never score the reading, over the ids below `num_ids`; None if it can."""
-    ids = reading.token_ids
-    if len(ids) > model.max_sequence_length:
-        return f"{reading.name} has {len(ids)} tokens, the server's limit is {model.max_sequence_length}"
-    if (num_ranges := count_ranges(reading.positions)) > MAX_RANGES:
-        return f"{reading.name} has {num_ranges} separate ranges of scored tokens, the limit is {MAX_RANGES}"
-    bad = ids[(ids < 0) | (ids >= model.num_embeddings)]
-    if bad.size:
-        model_ids = f"the {model.num_embeddings} that the model can read"
-        return f"{reading.name} has token ids outside {model_ids}, for example {bad[0]}"
-    scored, known = ids[reading.positions], min(num_ids or model.vocab_size, model.vocab_size)
-    bad = scored[scored >= known]
-    if bad.size:
-        return f"{reading.name} has a scored id {bad[0]}, which is not one of the {known} token ids"
-    return None

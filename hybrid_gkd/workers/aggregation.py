@@ -33,7 +33,8 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
         seq-mean-token-sum-norm  N / (B L), L a constant; Dr. GRPO, arXiv 2503.20783, with L = max_response_length
 
     A term whose signal exists only for some of the samples is a mean over those: its factors are `weights/<term>`, 0
-    for the others. A signal that no sample has may still arrive for all.
+    for the others. A signal that no sample has may still arrive for all; the teacher's not for samples that have
+    `weights/distillation`, which are 0.
 
     With `distillation.token_weights` the distillation term is divided by the sum of the weights instead of the number
     of tokens; weights that are known already are in its factors.
@@ -47,11 +48,14 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     num_tokens, kept = sum(map(len, weights)), [int(np.count_nonzero(each)) for each in weights]
     counted: dict[str, Sequence[float]] = {} if mode == "token-mean" and sum(kept) == num_tokens else {"weights": kept}
     left: list[float] = [sum(kept)] if actor.entropy_coeff else []
+    unscored = ["weights/distillation" in sample.signals for sample in samples]
     for term, signal in (TERMS | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
         known = [signal in sample.signals for sample in samples]
         sums: Sequence[float] = kept
+        if term == "distillation" and not any(known) and (row is not None or any(unscored)):
+            known = [not each for each in unscored]  # the teacher's scores of the others arrive later
         if term == "distillation" and row is not None:
-            sums, known = _sums(row, samples, weights), known if any(known) else [True] * len(samples)
+            sums = _sums(row, samples, weights)
         if any(known):
             own = [number if has else 0 for number, has in zip(sums, known, strict=True)]
             left.append(sum(own))

@@ -214,6 +214,10 @@ class WorkerGroup:
         """Return sample id -> float32 [R], over all workers."""
         return self._merge_results("compute_logprobs", micro_batches)
 
+    def compute_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
+        """Return sample id -> the student's `distillation.topk` most likely tokens of each position."""
+        return self._merge_results("compute_topk", micro_batches)
+
     def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Return sample id -> float32 [R] under the reference policy, over all workers."""
         return self._merge_results("compute_ref_logprobs", micro_batches)

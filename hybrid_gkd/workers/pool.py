@@ -43,6 +43,7 @@ DESCRIPTIONS = {
     "take_snapshot": "copying the checkpoint to the host", "finish_snapshot": "writing the checkpoint",
     "device_metrics": "the workers' metrics",
     "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
+    "compute_topk": "the student's most likely tokens",
     "compute_reward_scores": "the reward model's scores",
     "compute_ref_logprobs": "log-probabilities of the reference policy",
     "compute_ref_topk": "the reference policy's most likely tokens",

@@ -266,7 +266,7 @@ class Worker(GroupMember):
 
     @property
     def _phase_after_rollout(self) -> str:
-        if self.config.uses_reward_model and self.config.trains_on_rewards:
+        if self.config.uses_reward_model and self.config.scores_rollouts:
             return "reward_model"
         return "critic_update" if self.config.uses_critic else "update"
 
@@ -281,6 +281,10 @@ class Worker(GroupMember):
     @spanned("update_actor")
     def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.updater.forward(lambda: self.actor.compute_logprobs(micro_batches))
+
+    @spanned("update_actor")
+    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
+        return self.updater.forward(lambda: self.actor.compute_topk(micro_batches))
 
     @spanned("ref")
     def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:

@@ -1,5 +1,6 @@
 """Both scoring engines, in float32, against a plain transformers forward of one reading at a time."""
 
+import dataclasses
 import itertools
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +36,20 @@ JOBS = {
     "several engine steps": (4, 900, 7, 1.0),
     "a student with fewer rows": (9, 40, 7, 1.0),
 }
+
+
+# ... and the number of given ids
+GIVEN_JOBS = {"given": (9, 40, 5, 0.6, 5), "given and others": (9, 400, 12, 1.0, 5)}
+
+
+def with_given(readings, num_given):
+    """The least likely token of a random order is as good as any."""
+    rng = np.random.default_rng(7)
+    sets = [[rng.permutation(NUM_IDS)[:num_given] for _ in reading.positions] for reading in readings]
+    return [
+        dataclasses.replace(reading, given_ids=np.array(ids, np.int32))
+        for reading, ids in zip(readings, sets, strict=True)
+    ]
 
 
 def make_readings(count, longest, seed=0):
@@ -80,7 +95,13 @@ def score_all(folder, backend, tp_size):
     assert engine.info.max_topk == TOKENS
     assert engine.info.num_embeddings == EMBEDDINGS
     assert engine.info.vocab_size == TOKENS
-    return found, drain(engine)
+    some = drain(engine)
+    for name, (count, longest, k, temperature, num_given) in GIVEN_JOBS.items():
+        engine.add(name, with_given(make_readings(count, longest), num_given), k, temperature, NUM_IDS)
+    engine.add("without", make_readings(3, 9), 7, 1.0, NUM_IDS)  # between others
+    given = drain(engine)
+    assert given.pop("without")[0].ids.shape[1] == 7
+    return found, some, given
 
 
 def drain(engine):
@@ -153,6 +174,24 @@ def check(found, reference, jobs=JOBS, tokens=TOKENS):
             np.testing.assert_allclose(score.sampled_logprobs, expected[np.arange(len(targets)), targets], **close)
 
 
+def check_given(found, reference):
+    """The given ids and the most likely others, with their log-probabilities and the exact tail."""
+    assert set(found) == set(GIVEN_JOBS)
+    for name, (count, longest, k, temperature, num_given) in GIVEN_JOBS.items():
+        for reading, score in zip(with_given(make_readings(count, longest), num_given), found[name], strict=True):
+            expected = reference(reading, temperature, NUM_IDS)
+            ranked = expected.copy()
+            np.put_along_axis(ranked, reading.given_ids, np.inf, 1)
+            chosen = np.argsort(-ranked, axis=1)[:, :k]
+            close = {"atol": TOLERANCE, "rtol": 0, "err_msg": name}
+            top = -np.sort(-np.take_along_axis(expected, chosen, 1), axis=1)
+            np.testing.assert_allclose(score.logprobs, top, **close)
+            np.testing.assert_allclose(np.take_along_axis(expected, score.ids, 1), top, **close)
+            assert all(set(ids) <= set(row) for ids, row in zip(reading.given_ids, score.ids, strict=True))
+            np.put_along_axis(expected, score.ids, -np.inf, 1)
+            np.testing.assert_allclose(score.tail_logprobs, np.logaddexp.reduce(expected, 1), **close)
+
+
 def check_scattered(all_rows, some_rows):
     """Scores of the same tokens at some of the positions are these rows of the scores at all of them.
 
@@ -170,16 +209,18 @@ def check_scattered(all_rows, some_rows):
 
 
 def test_hf(model_path, reference):
-    found, some = score_all(model_path, "hf", 1)
+    found, some, given = score_all(model_path, "hf", 1)
     check(found, reference)
+    check_given(given, reference)
     check_scattered(found, some)
 
 
 @needs_vllm
 def test_vllm(model_path, reference):
     """Arguments that it does not know are refused before."""
-    found, some = in_own_process(refused_and_score_all, model_path)
+    found, some, given = in_own_process(refused_and_score_all, model_path)
     check(found, reference)
+    check_given(given, reference)
     check_scattered(found, some)
 
 
@@ -199,8 +240,9 @@ def test_vllm_that_hands_out_other_rows_is_refused(model_path):
 @needs_vllm
 @pytest.mark.usefixtures("only_tensor_parallel_engine")
 def test_vllm_tensor_parallel(model_path, reference):
-    found, some = in_own_process(score_all, model_path, "vllm", 2)
+    found, some, given = in_own_process(score_all, model_path, "vllm", 2)
     check(found, reference)
+    check_given(given, reference)
     check_scattered(found, some)
 
 

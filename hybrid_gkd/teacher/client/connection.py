@@ -30,6 +30,8 @@ class StudentNeeds:
     max_sequence_length: int
     topk: int
     temperature: float
+    given_ids: bool = False
+    """Whether requests name candidates."""
 
     def check(self, address: str, model: ModelInfo) -> None:
         """Check a teacher's model. Raises TeacherMismatch with the values of both sides."""
@@ -40,6 +42,10 @@ class StudentNeeds:
             ("tokenizer hash", model.tokenizer_hash == self.tokenizer_hash, model.tokenizer_hash, self.tokenizer_hash),
             ("topk (the server's --n-logprobs)", model.max_topk >= self.topk, model.max_topk, self.topk),
             ("tokens of a sequence", model.max_sequence_length >= length, model.max_sequence_length, length),
+            (
+                "candidates of the student (distillation.candidates)", model.given_ids or not self.given_ids,
+                f"no scores of given ids (backend {model.backend})", "them",
+            ),
             ("temperature", model.any_temperature or self.temperature == 1.0, able, self.temperature),
         ):
             if not fits:

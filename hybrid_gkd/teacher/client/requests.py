@@ -15,6 +15,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher.client.connection import Connection
+from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
 from hybrid_gkd.types import Reading, TopK
 
 GROUP_WAIT_SECONDS = 0.005
@@ -75,14 +76,16 @@ class ReadingQueue:
         """
         if not self._line:
             return [], math.inf
-        size = num_tokens = 0
+        size = num_tokens = num_bytes = 0
+        is_full, width = False, _num_given(self._line[0][1][0])
         for _, (reading, *_) in itertools.islice(self._line, self._group_size):
-            num_tokens += reading.num_tokens
-            if size > 0 and num_tokens > TOKENS_PER_REQUEST:
+            num_tokens, num_bytes = num_tokens + reading.num_tokens, num_bytes + reading.num_bytes
+            is_full = num_tokens > TOKENS_PER_REQUEST or num_bytes > MAX_REQUEST_BYTES or _num_given(reading) != width
+            if size > 0 and is_full:
                 break
             size += 1
         wait = self._line[0][0] + GROUP_WAIT_SECONDS - now
-        if size < self._group_size and num_tokens < TOKENS_PER_REQUEST and wait > 0:
+        if size < self._group_size and num_tokens < TOKENS_PER_REQUEST and not is_full and wait > 0:
             return [], wait
         return self.take(size), 0.0
 
@@ -137,10 +140,15 @@ class Request:
         return f"the limit is {limit}; {servers}" + (f"; the last attempt: {self.problem}" if self.problem else "")
 
 
-def normalize_reading(reading: Reading) -> Reading:
-    """Convert token ids and positions, arrays or lists of integers, to arrays, and set a missing name.
+def _num_given(reading: Reading) -> int | None:
+    """Return the number C of given ids per row; None without."""
+    return None if reading.given_ids is None else reading.given_ids.shape[1]
 
-    Raises TeacherError: values are not integers, or positions are not ascending in [1, L).
+
+def normalize_reading(reading: Reading) -> Reading:
+    """Convert token ids, positions and given ids, arrays or lists of integers, to arrays, and set a missing name.
+
+    Raises TeacherError: values are not integers, positions are not ascending in [1, L), or given ids not [R, C].
     """
     name, token_ids, positions = reading.name or "a reading", *map(np.asarray, (reading.token_ids, reading.positions))
     for what, array in (("token_ids", token_ids), ("positions", positions)):
@@ -151,4 +159,8 @@ def normalize_reading(reading: Reading) -> Reading:
     if not positions.size or (np.diff(positions, prepend=0, append=len(token_ids)) < 1).any():
         rule = f"positions must be ascending in [1, {len(token_ids)}) and not empty"
         raise TeacherError(f"{name}: {rule}; got {positions.tolist()[:9]}")
-    return replace(reading, token_ids=token_ids, positions=positions, name=name)
+    given = None if reading.given_ids is None else np.asarray(reading.given_ids)
+    if given is not None and (given.ndim != 2 or len(given) != len(positions) or given.dtype.kind not in "iu"):
+        rule = f"given_ids must be integers of shape [{len(positions)}, C]"
+        raise TeacherError(f"{name}: {rule}, got {given.dtype} of shape {given.shape}")
+    return replace(reading, token_ids=token_ids, positions=positions, name=name, given_ids=given)

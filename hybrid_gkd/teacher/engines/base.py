@@ -50,6 +50,12 @@ class Item:
         return self.reading.token_ids[self.reading.positions].astype(np.int64)
 
     @property
+    def alike(self) -> tuple[int, ...]:
+        """Return what items that are scored by one call of `top_logprobs` have in common."""
+        given = self.reading.given_ids
+        return (self.num_ids,) if given is None else (self.num_ids, self.k, given.shape[1])
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens up to and including the last scored one."""
         return int(self.reading.positions[-1]) + 1
@@ -84,8 +90,9 @@ class ScoringEngine(ABC):
     def step(self) -> list[tuple[Any, list[TopK]]]:
         """Compute for a short time; return the finished jobs, often none.
 
-        One entry per reading: ids int32 [R, k] (most likely first, below the job's `num_ids`), logprobs
-        float32 [R, k] over all ids below it, tail_logprobs and sampled_logprobs float32 [R], at the job's temperature.
+        One entry per reading: ids int32 [R, k] (most likely first, below the job's `num_ids`, the reading's given ids
+        among them), logprobs float32 [R, k] over all ids below it, tail_logprobs and sampled_logprobs float32 [R], at
+        the job's temperature.
         """
         done = []
         for item, scores in self._step():
@@ -145,5 +152,5 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
         tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, num_ids, text.vocab_size),
         max_sequence_length=min(lengths),
         chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
-        stop_token_ids=tuple(stop_ids),
+        stop_token_ids=tuple(stop_ids), given_ids=True,
     )

@@ -93,7 +93,7 @@ class HFScoringEngine(ScoringEngine):
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """Take the readings of the next forward: at least one if any is queued, all with equal `num_ids`.
+        """Take the readings of the next forward: at least one if any is queued, all of them `alike`.
 
         The token limit includes padding.
         """
@@ -104,7 +104,7 @@ class HFScoringEngine(ScoringEngine):
             length = self._queue[0].num_tokens
             longest, total = max(longest, length), total + length
             size = longest * (len(items) + 1) if self._pads else total
-            if items and (size > limit or self._queue[0].num_ids != items[0].num_ids):
+            if items and (size > limit or self._queue[0].alike != items[0].alike):
                 break
             items.append(self._queue.popleft())
         return items
@@ -120,10 +120,12 @@ class HFScoringEngine(ScoringEngine):
         rows = np.concatenate([start + item.rows for start, item in zip(starts, items, strict=True)])
         temperatures = np.repeat([item.temperature for item in items], [len(ids) for ids in targets])
         device = output.device if self._head is None else self._head.weight.device
+        given = [item.reading.given_ids for item in items if item.reading.given_ids is not None]
         top = top_logprobs(
             output.flatten(0, 1)[to_device(rows, output.device)].to(device), self._logits,
             to_device(np.concatenate(targets), device), to_device(temperatures.astype(np.float32), device),
             max(item.k for item in items), items[0].num_ids,
+            given=to_device(np.concatenate(given).astype(np.int64), device) if given else None,
         )
         return _copy_to_host(items, top)
 

@@ -92,6 +92,8 @@ class VLLMScoringEngine(ScoringEngine):
             name = next(self._names)
             self._items[name] = item = self._queue.popleft()
             arrays = {"rows": item.rows.tobytes(), "targets": item.targets.tobytes()}
+            if item.reading.given_ids is not None:
+                arrays["given"] = item.reading.given_ids.astype(np.int64).tobytes()
             how = {**arrays, "k": item.k, "temperature": item.temperature, "num_ids": item.num_ids}
             parameters = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
@@ -145,8 +147,15 @@ class _Request:
     k: int
     temperature: float
     num_ids: int
+    given: np.ndarray | None = None
+    """int64 [R, C] ids that are among the candidates."""
     parts: list[TopLogprobs] = field(default_factory=list)
     """Scores from the steps so far, on the device."""
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Return what requests that are scored by one call of `top_logprobs` have in common; as of `Item`."""
+        return (self.num_ids,) if self.given is None else (self.num_ids, self.k, self.given.shape[1])
 
 
 class RowScorer:
@@ -159,7 +168,9 @@ class RowScorer:
     def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None:
         how = dict((extra_args or {}).get(EXTRA_ARGS_KEY, {}))
         if how:  # vLLM's own requests at start-up have none
-            arrays = {name: np.frombuffer(how[name], np.int64) for name in ("rows", "targets")}
+            arrays = {name: np.frombuffer(how[name], np.int64) for name in ("rows", "targets", "given") if name in how}
+            if "given" in arrays:
+                arrays["given"] = arrays["given"].reshape(len(arrays["rows"]), -1)
             self._requests[request_id] = _Request(**how | arrays)
 
     def remove_request(self, request_id: str) -> None:
@@ -179,18 +190,21 @@ class RowScorer:
             if start < end:
                 found.append((name, request, request.rows[start:end] + (row - first), slice(start, end)))
         complete = dict[str, tuple[Tensor, ...]]()
-        for num_ids in sorted({request.num_ids for _, request, *_ in found}):  # one per client
-            self._score_part(hidden, [each for each in found if each[1].num_ids == num_ids], num_ids, complete)
+        for alike in sorted({request.alike for _, request, *_ in found}):  # one per client, as a rule
+            self._score_part(hidden, [each for each in found if each[1].alike == alike], complete)
         return complete
 
-    def _score_part(self, hidden: Tensor, found: list[Any], num_ids: int, complete: dict[str, Any]) -> None:
+    def _score_part(self, hidden: Tensor, found: list[Any], complete: dict[str, Any]) -> None:
         _, requests, all_rows, places = zip(*found, strict=True)
         sizes, device = [len(rows) for rows in all_rows], hidden.device
         targets = np.concatenate([request.targets[part] for request, part in zip(requests, places, strict=True)])
         temperatures = np.repeat([request.temperature for request in requests], sizes).astype(np.float32)
+        both = zip(requests, places, strict=True)
+        given = [request.given[part] for request, part in both if request.given is not None]
         top = top_logprobs(
             hidden[to_device(np.concatenate(all_rows), device)], self._head, to_device(targets, device),
-            to_device(temperatures, device), max(request.k for request in requests), num_ids, self._shard,
+            to_device(temperatures, device), max(request.k for request in requests), requests[0].num_ids, self._shard,
+            to_device(np.concatenate(given), device) if given else None,
         )
         parts_of_all = zip(*(part.split(sizes) for part in top), strict=True)
         for (name, request, _, part), scores in zip(found, parts_of_all, strict=True):

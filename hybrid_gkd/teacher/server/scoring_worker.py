@@ -24,6 +24,7 @@ import zmq
 from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
+from hybrid_gkd.teacher.limits import check_request
 from hybrid_gkd.teacher.network import Dealer
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, Reply, ScoreError, ScoreRequest, ScoreResult
 from hybrid_gkd.types import Reading, TopK
@@ -167,7 +168,7 @@ class Link:
             case ScoreRequest():
                 try:
                     readings = protocol.unpack_request(message, frames)
-                    protocol.check_request(message, readings, self._registration.model)
+                    check_request(message, readings, self._registration.model)
                 except TeacherError as error:
                     code = "refused" if isinstance(error, TeacherRefused) else "failed"
                     broker.send(_error(message, code, str(error)))

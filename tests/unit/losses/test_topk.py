@@ -22,16 +22,42 @@ def case(seed=0, scale=2.0):
     return hidden, weight, targets, temperatures
 
 
-def expect(found, k, num_ids, hidden, weight, targets, temperatures):
+def expect(found, k, num_ids, hidden, weight, targets, temperatures, given=None):
+    """Given ids come first in the choice, and not in the order."""
     logits = (hidden @ weight.T / temperatures[:, None]).double()
     logprobs = (logits - logits[:, :num_ids].logsumexp(1, keepdim=True)).float()
-    top, ids = logprobs[:, :num_ids].sort(dim=1, descending=True)
+    chosen = logprobs[:, :num_ids] if given is None else logprobs[:, :num_ids].scatter(1, given, torch.inf)
+    chosen = chosen.topk(k).indices
+    top, order = logprobs.gather(1, chosen).sort(dim=1, descending=True)
+    ids = chosen.gather(1, order)
     assert found.ids.dtype == torch.int32
-    assert torch.equal(found.ids.long(), ids[:, :k])  # no ties in this case
-    torch.testing.assert_close(found.logprobs, top[:, :k], atol=1e-5, rtol=0)
-    tail = logprobs[:, :num_ids].double().scatter(1, ids[:, :k], -torch.inf).logsumexp(1).float()
+    assert torch.equal(found.ids.long(), ids)  # no ties in this case
+    torch.testing.assert_close(found.logprobs, top, atol=1e-5, rtol=0)
+    tail = logprobs[:, :num_ids].double().scatter(1, ids, -torch.inf).logsumexp(1).float()
     torch.testing.assert_close(found.tail, tail, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.sampled, logprobs.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+def given_ids(num_given, num_ids):
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.randperm(num_ids, generator=generator)[:num_given] for _ in range(ROWS)])
+
+
+GIVEN = [(3, 3, 41), (3, 7, 41), (1, 41, 41), (4, 8, 25)]
+"""C, K, number of ids that count."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_given", "k", "num_ids"), GIVEN)
+def test_given_ids_are_candidates_however_unlikely(monkeypatch, num_given, k, num_ids, dtype):
+    monkeypatch.setattr(topk, "HEAD_ROWS", 4)
+    hidden, weight, targets, temperatures = case()
+    logits = (hidden @ weight.T).to(dtype)
+    given = given_ids(num_given, num_ids)
+    found = top_logprobs(logits, lambda rows: rows, targets, temperatures, k, num_ids, given=given)
+    if dtype == torch.float32:
+        expect(found, k, num_ids, hidden, weight, targets, temperatures, given)
+    assert all(set(wanted) <= set(ids) for wanted, ids in zip(given.tolist(), found.ids.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("k", "num_ids"), [(1, 41), (5, 41), (41, 41), (7, 30), (30, 30)])
@@ -46,10 +72,12 @@ def test_top_logprobs(monkeypatch, k, num_ids, head_rows):
 
 
 @pytest.mark.parametrize(("k", "num_ids"), [(1, 41), (5, 41), (41, 41), (13, 25), (3, 11)])
-def test_shards_of_the_vocabulary(k, num_ids):
+@pytest.mark.parametrize("num_given", [0, 1, 3])
+def test_shards_of_the_vocabulary(k, num_ids, num_given):
     """Three ranks: the last one's part is padded, and may hold none of the ids that can be chosen."""
     hidden, weight, targets, temperatures = case()
-    arguments = (hidden, weight, targets, temperatures)
+    given = given_ids(min(num_given, k), num_ids) if num_given else None
+    arguments = (hidden, weight, targets, temperatures, given)
     firsts, width = (0, 16, 32), 16
     sent = []
     for first in firsts:  # what every rank would send
@@ -57,9 +85,9 @@ def test_shards_of_the_vocabulary(k, num_ids):
         shard = Shard(first_id=first, num_columns=min(width, COLUMNS - first), gather=sent.append)
         with pytest.raises(AttributeError):  # nothing came back
             top_logprobs(hidden, lambda rows, part=part: rows @ part.T + 9.0 * (part == 0).all(1), targets,
-                         temperatures, k, num_ids, shard)  # fmt: skip
+                         temperatures, k, num_ids, shard, given)  # fmt: skip
     shard = Shard(first_id=0, num_columns=width, gather=lambda own: torch.cat(sent, dim=1))
-    found = top_logprobs(hidden, lambda rows: rows @ weight[:width].T, targets, temperatures, k, num_ids, shard)
+    found = top_logprobs(hidden, lambda rows: rows @ weight[:width].T, targets, temperatures, k, num_ids, shard, given)
     expect(found, k, num_ids, *arguments)
 
 
@@ -99,6 +127,13 @@ for num_columns, num_ids, k in ((5000, 5000, 1), (9001, 8999, 64), (17001, 16400
     assert all(len(set(row)) == k for row in ids.tolist())
     expected = (logits * inverse[:, None])[:, :num_ids].scatter(1, ids.long(), -torch.inf).logsumexp(1)
     assert (others.logsumexp(1) - expected).abs().max() < 1e-5
+    if k == 64:  # given ids have the largest number in place of their logits
+        given = torch.randperm(num_ids, generator=generator)[: k // 2].repeat(3, 1)
+        raised = logits.scatter(1, given, torch.finfo(logits.dtype).max)
+        ids, _, others = select(raised, inverse, k, num_ids)
+        assert all(set(some) <= set(row) for some, row in zip(given.tolist(), ids.tolist()))
+        expected = (logits * inverse[:, None])[:, :num_ids].scatter(1, ids.long(), -torch.inf).logsumexp(1)
+        assert (others.logsumexp(1) - expected).abs().max() < 1e-5
 print("right")
 """
 

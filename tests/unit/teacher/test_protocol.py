@@ -1,6 +1,7 @@
 """Messages survive the round trip, and whatever is not a valid message is a ProtocolError."""
 
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.limits import check_request, rejection_reason
 from hybrid_gkd.teacher.ranges import count_ranges, positions_of, ranges_of
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Reading, TopK
@@ -40,7 +42,7 @@ def expect_round_trip(readings):
         "lengths": [each.num_tokens for each in readings],
         "ranges": [ranges_of(each.positions) for each in readings],
     }
-    header, frames = over_the_wire(protocol.encode_message(request(**changes), [protocol.request_array(readings)]))
+    header, frames = over_the_wire(protocol.encode_message(request(**changes), protocol.request_arrays(readings)))
     unpacked = protocol.unpack_request(header, frames)
     assert header.num_tokens == sum(changes["lengths"])
     assert header.num_scored == sum(len(each.positions) for each in readings)
@@ -50,6 +52,33 @@ def expect_round_trip(readings):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_array_equal(found.positions, expected.positions)
     return changes
+
+
+def test_given_ids_survive_the_round_trip_row_by_row():
+    given = np.arange(10, dtype=np.int32).reshape(5, 2)
+    halves = zip(READINGS, (given[:2], given[2:4]), strict=True)
+    readings = [replace(each, given_ids=half) for each, half in halves]
+    header, frames = over_the_wire(protocol.encode_message(request(), protocol.request_arrays(readings)))
+    found = protocol.unpack_request(header, frames)
+    assert [each.given_ids.tolist() for each in found] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    header, frames = over_the_wire(protocol.encode_message(request(), [*protocol.request_arrays(READINGS), given]))
+    with pytest.raises(protocol.ProtocolError, match="given ids must be an int32 array of 4 rows"):
+        protocol.unpack_request(header, frames)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 2, 3]], "3 given ids are more than topk 2"),
+        ([[1, 1]], "distinct"), ([[-1, 1]], "distinct"), ([[1, 99999]], "not among the"),
+    ],
+)  # fmt: skip
+def test_given_ids_that_cannot_be_scored_are_refused(ids, message):
+    bad = replace(reading([1, 2, 3], [2]), given_ids=np.array(ids, np.int32))
+    with pytest.raises(TeacherRefused, match=message):
+        check_request(request(), [bad], MODEL)
+    large = replace(bad, given_ids=np.zeros((1, protocol.MAX_REQUEST_BYTES // 4), np.int32))
+    assert "bytes with its given ids, the limit is" in rejection_reason(large, MODEL)
 
 
 def test_request_round_trip():
@@ -83,7 +112,7 @@ def test_ranges_that_no_reading_has_are_refused(ranges):
         positions_of(ranges, 5, "name")
     header = request(ranges=[ranges, [1, 4]])
     assert isinstance(header.num_scored, int)  # the broker counts before a worker refuses
-    header, frames = over_the_wire(protocol.encode_message(header, [protocol.request_array(READINGS)]))
+    header, frames = over_the_wire(protocol.encode_message(header, protocol.request_arrays(READINGS)))
     with pytest.raises(TeacherRefused, match=r"^reading 0: the ranges"):
         protocol.unpack_request(header, frames)
 
@@ -115,7 +144,7 @@ def test_the_most_hostile_ranges_that_a_message_has_room_for_cost_little():
     with pytest.raises(protocol.ProtocolError, match=r"length <= 8192"):
         protocol.decode_header(bytes(protocol.encode_message(request(ranges=[[]] * 500_000))[0]))
     huge = [1, 2**31 - 1] * 100_000
-    array = protocol.request_array(READINGS)
+    (array,) = protocol.request_arrays(READINGS)
     header, frames = over_the_wire(protocol.encode_message(request(ranges=[huge, [1, 4]]), [array]))
     started = time.process_time()
     with pytest.raises(TeacherRefused, match="reading 0"):
@@ -186,7 +215,7 @@ def test_bad_header(body):
 
 def test_every_flipped_bit_of_a_header_is_noticed():
     """Without the header's checksum, a reply would find another request, or another K or temperature be scored."""
-    good = bytes(protocol.encode_message(request(), [protocol.request_array(READINGS)])[0])
+    good = bytes(protocol.encode_message(request(), protocol.request_arrays(READINGS))[0])
     for position in range(8 * len(good)):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8
@@ -216,7 +245,7 @@ def test_impossible_request_values(field, value):
 
 
 def damaged(change):
-    header, frames = over_the_wire(protocol.encode_message(request(), [protocol.request_array(READINGS)]))
+    header, frames = over_the_wire(protocol.encode_message(request(), protocol.request_arrays(READINGS)))
     return change(header, list(frames))
 
 
@@ -264,20 +293,20 @@ MODEL = protocol.ModelInfo(
     ],
 )
 def test_refusals_name_the_reason(changes, readings, text):
-    protocol.check_request(request(), READINGS, MODEL)
+    check_request(request(), READINGS, MODEL)
     with pytest.raises(TeacherRefused, match=text):
-        protocol.check_request(request(**changes), readings, MODEL)
+        check_request(request(**changes), readings, MODEL)
 
 
 def test_as_many_ranges_are_taken_as_fit_into_a_header():
     """Every other token of a long reading; its numbers have five bytes."""
     most, model = protocol.MAX_RANGES, msgspec.structs.replace(MODEL, max_sequence_length=1 << 20)
     long = reading(np.zeros(1 << 20), (1 << 20) - 1 - 2 * np.arange(most)[::-1])
-    assert protocol.rejection_reason(long, model) is None
+    assert rejection_reason(long, model) is None
     header = protocol.encode_message(request(lengths=[1 << 20], ranges=[ranges_of(long.positions)]))[0]
     assert len(header) < protocol.MAX_HEADER_BYTES
     more = reading(long.token_ids, [1, *long.positions])
-    assert f"has {most + 1} separate ranges" in protocol.rejection_reason(more, model)
+    assert f"has {most + 1} separate ranges" in rejection_reason(more, model)
 
 
 @pytest.mark.parametrize("address", ["", "15555", "host:", "host:x", "host:0", "host:70000", ":15555"])

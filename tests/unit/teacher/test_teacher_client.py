@@ -567,12 +567,54 @@ def test_a_score_of_a_new_server_before_its_handshake_is_dropped():
         ({"max_topk": 3}, {}, "the teacher has 3, the student needs 4"),
         ({"max_sequence_length": 31}, {}, "tokens of a sequence: the teacher has 31, the student needs 32"),
         ({"any_temperature": False}, {"temperature": 0.5}, r"only 1\.0 \(backend hf\), the student needs 0\.5"),
+        (
+            {}, {"given_topk": 4},
+            r"candidates of the student \(distillation.candidates\): the teacher has no scores of given ids",
+        ),
+        ({"given_ids": True}, {"given_topk": 30}, "the teacher has 8, the student needs 30"),
     ],
 )
 def test_mismatch_names_both_sides(changes, options, text):
     with Server(model=model_info(**changes)) as server, connect(server, **options) as client:
         with pytest.raises(TeacherMismatch, match=text):
             client.handshake(**STUDENT)
+
+
+def with_given(readings, width=3):
+    given = [np.arange(5, 5 + width, dtype=np.int32)[None].repeat(len(each.positions), 0) for each in readings]
+    return [dataclasses.replace(each, given_ids=ids) for each, ids in zip(readings, given, strict=True)]
+
+
+def give(server, client, request, readings):
+    """The given ids are the most likely ones."""
+    server.held.discard(request.id)
+    scores = scores_of(readings, request.topk)
+    for score, reading in zip(scores, readings, strict=True):
+        if reading.given_ids is not None:
+            others = np.arange(20, 20 + request.topk - reading.given_ids.shape[1], dtype=np.int32)
+            score.ids[:] = np.concatenate([reading.given_ids, others[None].repeat(len(score.ids), 0)], 1)
+    header = protocol.ScoreResult(id=request.id, attempt=request.attempt, server="worker")
+    server.send(client, header, protocol.result_arrays(scores))
+
+
+def test_given_ids_travel_apart_from_readings_without_and_come_back():
+    plain, given = make_readings(2), with_given(make_readings(3))
+    with Server(*[give] * 3, model=model_info(given_ids=True)) as server, connect(server, given_topk=5) as client:
+        client.handshake(**STUDENT)
+        scores = [each.result(TIMEOUT) for each in client.submit([*given[:2], *plain, given[2]])]
+    assert [score.ids.shape[1] for score in scores] == [5, 5, 4, 4, 5]
+    assert all((score.ids[:, :3] == [5, 6, 7]).all() for score in (*scores[:2], scores[4]))
+    assert [(request.topk, len(request.lengths)) for request in server.requests] == [(5, 2), (4, 2), (5, 1)]
+
+
+def test_a_reply_without_a_given_id_is_bad():
+    with Server(model=model_info(given_ids=True)) as server:
+        with connect(server, given_topk=4, max_retries=0) as client:
+            client.handshake(**STUDENT)
+            batch = with_given(make_readings(1), 1)
+            batch[0].given_ids[:] = 49
+            with pytest.raises(BadTeacherReply, match=r"row 0: the given id 49 is not among the candidates"):
+                client.submit(batch)[0].result(TIMEOUT)
 
 
 def test_token_ids_and_positions_may_be_lists():
@@ -600,6 +642,8 @@ def test_token_ids_and_positions_may_be_lists():
         ({"positions": [2]}, r"not empty; got \[2\]"),
         ({"positions": [1, 1]}, r"not empty; got \[1, 1\]"),
         ({"token_ids": [1, 2, 3], "positions": np.array([2, 1], np.uint32), "name": ""}, "a reading: .* got .2, 1."),
+        ({"given_ids": [1, 2]}, r"given_ids must be integers of shape \[1, C\], got int64 of shape \(2,\)"),
+        ({"given_ids": [[1, 2]]}, r"2 given ids per token, beyond given_topk=0 of this client"),
     ],
 )
 def test_what_is_no_reading_is_an_error_at_once(change, text):
