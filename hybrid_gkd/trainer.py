@@ -37,7 +37,7 @@ class GKDTrainer(PPOTrainer):
     """Generalised knowledge distillation (arXiv 2306.13649), on-policy up to the staleness of `trainer.scheduler`.
 
     Args:
-        teacher: a client after its handshake; the caller closes it.
+        teacher: a client after its handshake, which the caller closes, or the student's own weights (`OwnTeacher`).
         check_teacher: raises if the teacher has ended; called while waiting for it.
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
             begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
@@ -65,7 +65,11 @@ class GKDTrainer(PPOTrainer):
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
-        elif self.config.actor_rollout_ref.teacher.overlap_rollout and not self.config.full_determinism:
+        elif (
+            self.config.actor_rollout_ref.teacher.overlap_rollout
+            and not self.config.full_determinism
+            and not self.config.teaches_itself
+        ):
             self.generation.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:

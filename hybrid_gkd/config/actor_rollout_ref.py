@@ -307,8 +307,15 @@ class TeacherModelConfig:
 
 @dataclass
 class TeacherConfig:
-    """The teacher service."""
+    """The teacher: a service, or the student itself."""
 
+    source: Literal["model", "initial", "ema", "live"] = "model"
+    """The teacher's weights. model: a service with `model.path` or at `server_ip`, or `cache`. Without a service, the
+    student's own, on its workers: at the start of the run (initial; with LoRA the model below the adapters), their
+    moving average (ema), or the present ones behind another prompt (live). See docs/teacher.md."""
+    ema_decay: float = field(default=0.99, metadata=rules.DECAY)
+    """Decay of the moving average at each optimizer step, with source=ema: average = ema_decay * average +
+    (1 - ema_decay) * weights, in float32."""
     server_ip: str | None = None
     """Address of a running service; null starts one on this machine for the duration of the run. Several services of
     one model, separated by commas, share the work and replace each other after a failure. Each may be host:port."""
@@ -375,7 +382,7 @@ class TeacherConfig:
     @property
     def is_local(self) -> bool:
         """Return whether the run starts a service itself, if it needs one."""
-        return self.server_ip is None and not self.is_stored
+        return self.source == "model" and self.server_ip is None and not self.is_stored
 
     @property
     def endpoints(self) -> list[str]:

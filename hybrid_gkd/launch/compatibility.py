@@ -39,6 +39,10 @@ def check_compatibility(facts: Facts) -> str:
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     if not config.distillation.enabled:
         return "no teacher"
+    if config.teaches_itself:
+        assert facts.spec is not None
+        check_rows("student", config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts, of_teacher=True)
+        return "the teacher is the student"
     if section.is_stored:
         with opened_store(config, facts.tokenizer) as (_, stored):
             changed = check_same_teacher(facts, stored.model)

@@ -41,6 +41,7 @@ from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
 from hybrid_gkd.runtime.imports import freeze_gc
+from hybrid_gkd.scoring.own_teacher import OwnTeacher
 from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
@@ -221,7 +222,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     teacher, local, loading = None, None, with_planned_caches(config, memory, facts.plan.gpu_bytes)
     if memory.teacher is not None:
         local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
-    elif config.distillation.enabled and not section.is_stored:
+    elif config.distillation.enabled and section.server_ip is not None:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
     stack.enter_context(ray_cluster(config, memory.device, config.run_dir))
     if local is not None:
@@ -256,11 +257,13 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     stack.callback(store.release)  # before the trackers close, which may have unwritten rows because of a full disk
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
+    assert facts.num_ids is not None
+    if config.teaches_itself:
+        return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
     if teacher is not None:
         check_same_teacher(facts, next(iter(teacher.served.values())))  # known now also for a model of the hub
         logger.info("teacher: %s", check_confidence(facts, teacher))
     arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
-    assert facts.num_ids is not None
     cached = stack.enter_context(with_cache(config, facts.tokenizer, teacher, facts.num_ids))
     return GKDTrainer(config, teacher=cached, **arguments)
 

@@ -192,6 +192,7 @@ HELD: dict[str, Callable[[Config], bool]] = {
     "ref": lambda run: run.has_reference_model,
     "reward_model": lambda run: run.uses_reward_model,
     "frozen": lambda run: run.actor_rollout_ref.model.has_lora,
+    "ema_": lambda run: run.has_moving_average,
     "engine": _is_hybrid,
     "kv_cache": _is_hybrid,
     "/rollout/": _is_hybrid,
