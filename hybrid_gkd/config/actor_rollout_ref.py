@@ -377,7 +377,8 @@ class TeacherConfig:
     @property
     def is_stored(self) -> bool:
         """Return whether scores come from the cache only, without a model or service."""
-        return self.cache is not None and self.server_ip is None and self.model.path is None
+        without = self.server_ip is None and self.model.path is None
+        return self.source == "model" and self.cache is not None and without
 
     @property
     def is_local(self) -> bool:

@@ -15,7 +15,7 @@ SIZES = {
 }
 OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
 """Owners of a worker without LoRA and critic, in the order of release."""
-PHASES = {phase: wanted & set(OWNERS) for phase, wanted in RESIDENCY.items() if wanted & set(OWNERS)}
+PHASES = {phase: RESIDENCY[phase] & set(OWNERS) for phase in ("rollout", "update", "optimizer_step", "publish")}
 
 
 class Device:
