@@ -150,6 +150,10 @@ def _distils(run: Config) -> bool:
     return run.distillation.enabled
 
 
+def _has_service(run: Config) -> bool:
+    return _distils(run) and not run.teaches_itself
+
+
 def _validates(run: Config) -> bool:
     return bool(run.data.val_files)
 
@@ -238,6 +242,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "reward/all_groups": _filters_groups,
     "reward/": lambda run: run.trains_on_rewards,
     "reliability/": lambda run: run.trainer.max_restarts > 0,
+    **dict.fromkeys(("teacher/queue_length", "teacher/engine_busy", "teacher/bytes_per_token"), _has_service),
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,
