@@ -3,7 +3,6 @@
 import json
 import re
 
-import pytest
 from test_recipes import HF, assert_panels_are_of_what_was_reported, environment, metrics, run  # noqa: F401, a fixture
 
 RECIPE = ("--config-name", "self_distillation", HF)
@@ -24,7 +23,7 @@ def test_the_student_with_the_solution_teaches_the_one_without(environment, tmp_
 
 
 def test_a_run_with_a_moving_average_resumes_to_the_same_numbers(environment, tmp_path):  # noqa: F811
-    """On two workers, with two optimizer steps per rollout, and on one after that: the average is saved in parts."""
+    """On two workers, which save a part of the average each, with two optimizer steps per rollout."""
     short = [
         *RECIPE, "actor_rollout_ref.teacher.source=ema", "actor_rollout_ref.teacher.ema_decay=0.7",
         "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null",
@@ -35,15 +34,10 @@ def test_a_run_with_a_moving_average_resumes_to_the_same_numbers(environment, tm
     folder = tmp_path / "hybrid_gkd" / "self_distillation"
     whole = metrics(folder)
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_2"]
-    for workers, tolerance in ((2, 0.0), (1, 1e-3)):
-        name = f"resumed_on_{workers}"
-        run(
-            environment, tmp_path, *short, *resume, f"trainer.experiment_name={name}",
-            f"trainer.n_gpus_per_node={workers}",
-        )
-        (resumed,) = metrics(tmp_path / "hybrid_gkd" / name).values()
-        for key in (key for key in resumed if key.startswith(("actor/", "response_length/", "teacher/end"))):
-            assert resumed[key] == pytest.approx(whole[3][key], rel=tolerance, abs=tolerance / 1000), key
-    settings = json.loads((folder / "global_step_2" / "trainer.json").read_text(encoding="utf-8"))["settings"]
+    run(environment, tmp_path, *short, *resume, "trainer.n_gpus_per_node=2", "trainer.experiment_name=resumed")
+    (resumed,) = metrics(tmp_path / "hybrid_gkd" / "resumed").values()
+    for key in (key for key in resumed if key.startswith(("actor/", "response_length/", "teacher/end"))):
+        assert resumed[key] == whole[3][key], key
+    settings = json.loads((folder / "global_step_2" / "trainer_state.json").read_text(encoding="utf-8"))["settings"]
     assert settings["actor_rollout_ref.teacher.source"] == "ema"
     assert settings["actor_rollout_ref.teacher.ema_decay"] == 0.7
