@@ -181,6 +181,8 @@ class ShardedModel:
             group["lr"] = rate
         try:
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
         except torch.OutOfMemoryError as error:  # some parameters may have changed: must not be retried
             failure = DeviceMemoryError(
                 "phase optimizer_step: out of device memory within the step; resume from the last checkpoint with "
@@ -188,8 +190,6 @@ class ShardedModel:
             )
             failure.weights_changed = True
             raise failure from error
-        if self.average is not None:
-            self.average.update()
         self.optimizer.zero_grad()
         self.updates_done += 1
         return rate
