@@ -276,7 +276,9 @@ class Worker(GroupMember):
     def _phase_after_rollout(self) -> str:
         if self.config.uses_reward_model and self.config.trains_on_rewards:
             return "reward_model"
-        return "critic_update" if self.config.uses_critic else "update"
+        if self.config.uses_critic:
+            return "critic_update"
+        return "ema_teacher" if self.config.has_moving_average else "update"
 
     @spanned("update_actor")
     def accumulate(self, part: MiniBatch) -> None:
