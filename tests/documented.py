@@ -83,6 +83,8 @@ RUN_ELSEWHERE = {
     "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
         f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",
     "bash run_gkd.sh --config-name self_distillation": _SELF,
+    f"bash run_gkd.sh --config-name prompt_distillation {QWEN} {FILES}":
+        "tests/integration/test_self_distillation.py::test_a_system_prompt_becomes_weights",
     f"bash run_gkd.sh {QWEN} actor_rollout_ref.teacher.source=initial data.teacher_prompt_key=with_solution "
     f"data.max_teacher_prompt_length=4096 {FILES} reward.answer_key=answer reward.name=gsm8k "
     "trainer.best_metric=val/accuracy": _SELF,

@@ -5,6 +5,8 @@ import re
 
 from test_recipes import HF, assert_panels_are_of_what_was_reported, environment, metrics, run  # noqa: F401, a fixture
 
+from hybrid_gkd.testing import make_tiny_model
+
 RECIPE = ("--config-name", "self_distillation", HF)
 
 
@@ -41,3 +43,22 @@ def test_a_run_with_a_moving_average_resumes_to_the_same_numbers(environment, tm
     settings = json.loads((folder / "global_step_2" / "trainer_state.json").read_text(encoding="utf-8"))["settings"]
     assert settings["actor_rollout_ref.teacher.source"] == "ema"
     assert settings["actor_rollout_ref.teacher.ema_decay"] == 0.7
+
+
+def test_a_system_prompt_becomes_weights(environment, tmp_path):  # noqa: F811
+    """A few steps of a random model, at the lengths of the test."""
+    student = make_tiny_model(tmp_path / "student")
+    chats = [[{"role": "user", "content": f"{number}"}] for number in range(16)]
+    system = {"role": "system", "content": "answer in verse"}
+    rows = [json.dumps({"prompt": chat, "with_system_prompt": [system, *chat]}) for chat in chats]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    run(
+        environment, tmp_path, "--config-name", "prompt_distillation", f"actor_rollout_ref.model.path={student}",
+        f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl", "data.train_batch_size=8",
+        "data.max_prompt_length=32", "data.max_teacher_prompt_length=64", "data.max_response_length=8",
+        "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.total_training_steps=6", "trainer.save_freq=0",
+        "trainer.logger=[jsonl]", HF,
+    )
+    rows = metrics(tmp_path / "hybrid_gkd" / "prompt_distillation")
+    assert 0 < rows[6]["val/forward_kl"] < rows[0]["val/forward_kl"]
