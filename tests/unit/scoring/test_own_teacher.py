@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.errors import BadTeacherReply, CheckpointError, ConfigError, DataError
-from hybrid_gkd.launch.inputs import check_teacher_prompts
+from hybrid_gkd.launch.data_checks import check_teacher_prompts
 from hybrid_gkd.launch.plan import check_host_memory, checkpoint_bytes, make_plan
 from hybrid_gkd.models.adapters import adapter_weights
 from hybrid_gkd.models.spec import student_spec
