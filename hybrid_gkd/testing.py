@@ -342,6 +342,10 @@ class LocalGroup(RecordingGroup):
             return self.actor.compute_ref_topk(micro_batches[0])
         return self.reference.compute_topk(micro_batches[0])
 
+    def compute_own_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
+        of_reference = self.config.actor_rollout_ref.teacher.source == "initial" and self.config.has_reference_model
+        return (self.reference if of_reference else self.actor).compute_topk(micro_batches[0])
+
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         super().compute_reward_scores(micro_batches)
         return self.reward_model.compute_scores(micro_batches[0])

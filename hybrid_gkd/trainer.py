@@ -48,7 +48,7 @@ class GKDTrainer(PPOTrainer):
     """Generalised knowledge distillation (arXiv 2306.13649), on-policy up to the staleness of `trainer.scheduler`.
 
     Args:
-        teacher: a client after its handshake, or a scorer of several; the caller closes them.
+        teacher: a client after its handshake, a scorer of several (the caller closes them), or `OwnTeacher`.
         prompts: the teacher's prompts; by default those of the tasks.
         check_teacher: raises if the teacher has ended; called while waiting for it.
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
@@ -90,7 +90,7 @@ class GKDTrainer(PPOTrainer):
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
         elif early and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
-            self.config.full_determinism or self._prompts.waits_for_rewards
+            self.config.full_determinism or self._prompts.waits_for_rewards or self.config.teaches_itself
         ):
             self.generation.on_finished.append(self._submit)
 

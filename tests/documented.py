@@ -57,6 +57,7 @@ RUN_BY_TEST_DOCS = {KEYS, MORE_KEYS, SERVE, JOIN, STATUS, GIVEN_TEACHER, DRY_RUN
 """tests/integration/test_docs_commands.py runs these as they stand, with short settings behind them."""
 
 _COMMAND_LINE, _RECIPES = "tests/integration/test_command_line.py", "tests/integration/test_recipes.py"
+_SELF = "tests/integration/test_self_distillation.py::test_the_student_with_the_solution_teaches_the_one_without"
 _AHEAD = f"{_COMMAND_LINE}::test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it_was"
 _GOLDEN = "tests/integration/test_golden.py::test_a_run_computes_what_it_always_did"
 _METRICS = "tests/unit/reporting/test_metrics.py::test_docs_page_is_the_table"
@@ -85,6 +86,12 @@ RUN_ELSEWHERE = {
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_a_critic_raises_the_accuracy",
     "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
         f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",
+    "bash run_gkd.sh --config-name self_distillation": _SELF,
+    f"bash run_gkd.sh --config-name prompt_distillation {QWEN} {FILES}":
+        "tests/integration/test_self_distillation.py::test_a_system_prompt_becomes_weights",
+    f"bash run_gkd.sh {QWEN} actor_rollout_ref.teacher.source=initial data.teacher_prompt_key=with_solution "
+    f"data.max_teacher_prompt_length=4096 {FILES} reward.answer_key=answer reward.name=gsm8k "
+    "trainer.best_metric=val/accuracy": _SELF,
     "bash run_gkd.sh --config-name weak_teacher":
         f"{_RECIPES}::test_a_policy_gradient_of_the_teacher_beside_task_rewards",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":

@@ -307,8 +307,15 @@ class TeacherModelConfig:
 
 @dataclass
 class TeacherConfig:
-    """The teacher service."""
+    """The teacher: a service, or the student itself."""
 
+    source: Literal["model", "initial", "ema", "live"] = "model"
+    """The teacher's weights. model: a service with `model.path` or at `server_ip`, or `cache`. Without a service, the
+    student's own, on its workers: at the start of the run (initial; with LoRA the model below the adapters), their
+    moving average (ema), or the present ones behind another prompt (live). See docs/teacher.md."""
+    ema_decay: float = field(default=0.99, metadata=rules.DECAY)
+    """Decay of the moving average at each optimizer step, with source=ema: average = ema_decay * average +
+    (1 - ema_decay) * weights, in float32."""
     server_ip: str | None = None
     """Address of a running service; null starts one on this machine for the duration of the run. Several services of
     one model, separated by commas, share the work and replace each other after a failure. Each may be host:port."""
@@ -369,18 +376,20 @@ class TeacherConfig:
 
     @property
     def is_set(self) -> bool:
-        """Return whether there is such a teacher: a model, a service, or stored scores."""
-        return self.model.path is not None or self.server_ip is not None or self.cache is not None
+        """Return whether there is such a teacher: a model, a service, stored scores, or the student."""
+        given = (self.model.path, self.server_ip, self.cache)
+        return self.source != "model" or any(each is not None for each in given)
 
     @property
     def is_stored(self) -> bool:
         """Return whether scores come from the cache only, without a model or service."""
-        return self.cache is not None and self.server_ip is None and self.model.path is None
+        without = self.server_ip is None and self.model.path is None
+        return self.source == "model" and self.cache is not None and without
 
     @property
     def is_local(self) -> bool:
         """Return whether the run starts a service itself, if it needs one."""
-        return self.server_ip is None and not self.is_stored
+        return self.source == "model" and self.server_ip is None and not self.is_stored
 
     @property
     def endpoints(self) -> list[str]:

@@ -35,6 +35,7 @@ SHARES = rule("must be above 0 and at most 1 each", lambda value: all(0 < share 
 NUCLEUS = rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 TOP_K = rule("must be -1 or above 0", lambda value: value == -1 or value > 0)
 DECAY_RATES = rule("must be at least 0 and below 1 each", lambda value: all(0 <= beta < 1 for beta in value))
+DECAY = rule("must be above 0 and below 1", lambda value: 0 < value < 1)
 SEED = rule("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FREQUENCY = rule("must be -1, 0 or more", lambda value: value >= -1)
 STEPS = rule("must be steps, which count from 1", lambda value: all(step >= 1 for step in value))

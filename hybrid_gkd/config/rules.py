@@ -145,11 +145,13 @@ def _filter_groups(config: Config) -> Rules:
 
 
 def _batches(config: Config) -> Rules:
-    actor, data, longest = config.actor_rollout_ref.actor, config.data, config.max_sequence_length
+    actor, data, longest = config.actor_rollout_ref.actor, config.data, config.max_packed_length
+    prompt = longest - data.max_response_length
     yield (
         f"{ARR}.actor.ppo_max_token_len_per_gpu",
         actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
-        f"must be at least {LENGTHS} ({data.max_prompt_length} + {data.max_response_length} = {longest})",
+        f"must be at least {LENGTHS} ({prompt} + {data.max_response_length} = {longest})"
+        + (", with data.max_teacher_prompt_length if that is larger" if config.teaches_itself else ""),
     )
     yield (
         f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
@@ -371,6 +373,9 @@ def _teacher(config: Config) -> Rules:
     given, ends = section.server_ip is not None, section.endpoints
     valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
     key = f"{ARR}.teacher"
+    if config.teaches_itself:
+        yield from _own_teacher(config)
+        return
     yield (
         f"{key}.model.path", given or section.model.path is not None or section.is_stored,
         "a teacher is needed: set a model to start one, or server_ip and server_port of a running one, or cache for "
@@ -432,4 +437,32 @@ def _several_teachers(config: Config) -> Rules:
         yield (
             f"{NAMED}.{name}.overlap_rollout", teacher.overlap_rollout,
             f"must be left out: {UNNAMED}.overlap_rollout is for all teachers",
+        )
+
+
+def _own_teacher(config: Config) -> Rules:
+    """Yield the rules of a teacher with the student's own weights."""
+    arr = config.actor_rollout_ref
+    section, key = arr.teacher, f"{ARR}.teacher.source"
+    given = {"model.path": section.model.path, "server_ip": section.server_ip, "cache": section.cache}
+    names = [f"{ARR}.teacher.{name}" for name, value in given.items() if value is not None]
+    names += [NAMED] if config.distillation.teacher_models else []
+    yield key, not names, f"must be model with {', '.join(names)}: a run has one teacher"
+    prompts = (config.data.teacher_prompt_key, config.distillation.teacher_prompt_fn, section.chat_template)
+    other_prompt = any(each is not None for each in prompts)
+    others = config.trains_on_rewards or config.sft_coef > 0 or config.trainer.warmup_steps_sft > 0
+    why = "the present weights are the student"
+    if section.source != "live":
+        why = "these weights are the student's at first, and without rewards or given completions nothing changes it"
+    yield key, other_prompt or (others and section.source != "live"), (
+        f"needs another prompt for the teacher (data.teacher_prompt_key): behind the student's own prompt {why}"
+    )
+    yield "distillation.candidates", config.distillation.candidates == "teacher", f"must be teacher with {key}"
+    if section.source == "initial":
+        yield key, arr.model.lora_adapter_path is None, (
+            f"must be ema or live with {ARR}.model.lora_adapter_path: the model below the adapters is not the start of "
+            "this run"
+        )
+        yield f"{ARR}.ref.model.path", arr.ref.model.path is None, (
+            f"must be null with {key}=initial, whose frozen model is the reference policy too"
         )

@@ -361,10 +361,22 @@ class Config:
         return needed and not self.trainer.val_only
 
     @property
+    def teaches_itself(self) -> bool:
+        """Return whether the teacher has weights of the student."""
+        return self.distillation.enabled and self.actor_rollout_ref.teacher.source != "model"
+
+    @property
+    def has_moving_average(self) -> bool:
+        """Return whether the student's moving average is the teacher."""
+        return self.teaches_itself and self.actor_rollout_ref.teacher.source == "ema"
+
+    @property
     def has_reference_model(self) -> bool:
-        """Return whether the reference policy has its own weights; with LoRA it can be the student without adapters."""
+        """Return whether the workers have a frozen second model, as reference policy or teacher; with LoRA it can be
+        the student without adapters."""
         arr = self.actor_rollout_ref
-        return self.uses_reference and not (arr.model.has_lora and arr.ref.model.path is None)
+        needed = self.uses_reference or (self.teaches_itself and arr.teacher.source == "initial")
+        return needed and not (arr.model.has_lora and arr.ref.model.path is None)
 
     @property
     def ref_topk(self) -> int:
@@ -414,6 +426,11 @@ class Config:
     def max_reading_length(self) -> int:
         """Return the length of the longest sequence that the teacher scores, tokens."""
         return self.teacher_prompt_limit + self.data.max_response_length
+
+    @property
+    def max_packed_length(self) -> int:
+        """Return the length of the longest sequence that the training workers read, tokens."""
+        return self.max_reading_length if self.teaches_itself else self.max_sequence_length
 
     @property
     def engine_length(self) -> int:

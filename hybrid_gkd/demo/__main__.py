@@ -1,4 +1,4 @@
-"""`python -m hybrid_gkd.demo [sorting|weak_teacher|gpu_demo]`: build the models and data of a demo."""
+"""`python -m hybrid_gkd.demo [sorting|weak_teacher|solutions|gpu_demo]`: build the models and data of a demo."""
 
 import argparse
 import logging

@@ -1,11 +1,12 @@
 """The sorting demo: two tiny models and data, built locally, for a complete run on a CPU without a download.
 
-    python -m hybrid_gkd.demo [sorting|weak_teacher] [--out DIR] [--seed 0] [--force]
+    python -m hybrid_gkd.demo [sorting|weak_teacher|solutions] [--out DIR] [--seed 0] [--force]
 
 The task is to sort the digits of a number: "730291" -> "012379". The teacher is trained until it solves the task; the
 student is smaller, and its training stops while most of its completions are still wrong. The teacher of `weak_teacher`
-is trained for a third of the steps and has an accuracy of 80 %, which the student should exceed. All models are
-Hugging Face folders with the same byte tokenizer.
+is trained for a third of the steps and has an accuracy of 80 %, which the student should exceed. The student of
+`solutions` is its own teacher: its data have a column with the solution in the prompt ("730291=012379"), which it has
+learned to copy. All models are Hugging Face folders with the same byte tokenizer.
 
 The trainer does not use this module: it gets two model folders and two data files like any others.
 """
@@ -38,6 +39,9 @@ if TYPE_CHECKING:  # torch and transformers are imported where they are used: a 
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 logger = logging.getLogger(__name__)
+
+SOLUTION = "with_solution"
+"""Column of prompts with the solution, in the data of `solutions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +94,17 @@ class DemoRecipe:
         return recipe_key(self, seed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolutionsRecipe(DemoRecipe):
+    """A student that also reads prompts with the solution; with them it is the teacher, and there is no other."""
+
+    solution_fraction: float = 0.75
+    """Fraction of its supervised rows that have the solution in the prompt."""
+
+
 WEAK_TEACHER = DemoRecipe(teacher=replace(DemoRecipe().teacher, max_steps=58))
 """The same student and data, with a teacher that solves 82 % of the held-out prompts."""
-RECIPES = {"sorting": DemoRecipe(), "weak_teacher": WEAK_TEACHER}
+RECIPES = {"sorting": DemoRecipe(), "weak_teacher": WEAK_TEACHER, "solutions": SolutionsRecipe()}
 
 
 def demo_dir(seed: int = 0, recipe: DemoRecipe | None = None) -> Path:
@@ -128,9 +140,15 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
         "num_train": len(train),
         "num_val": len(val),
     }
-    jobs = (("teacher", recipe.teacher, paths.teacher), ("student", recipe.student, paths.student))
+    jobs = [("teacher", recipe.teacher, paths.teacher), ("student", recipe.student, paths.student)]
+    supervised = train
+    if isinstance(recipe, SolutionsRecipe):
+        jobs = jobs[1:]
+        plain = round((1 - recipe.solution_fraction) * len(train))
+        supervised = train[:plain] + with_solutions(train[plain:])
+        paths.teacher.symlink_to(paths.student.name)
     for name, model_recipe, folder in jobs:
-        model, steps = _train(name, model_recipe, recipe.batch_size, train, tokenizer, seed)
+        model, steps = _train(name, model_recipe, recipe.batch_size, supervised, tokenizer, seed)
         accuracy = greedy_accuracy(model, tokenizer, val)
         parameters = sum(p.numel() for p in model.parameters())
         logger.info("%s: %d parameters, held-out accuracy %.3f", name, parameters, accuracy)
@@ -138,6 +156,10 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
         with no_progress_bars():
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    if isinstance(recipe, SolutionsRecipe):
+        accuracy = greedy_accuracy(model, tokenizer, with_solutions(val))
+        logger.info("the student with the solution in its prompt: held-out accuracy %.3f", accuracy)
+        manifest["teacher"] = {"held_out_accuracy": accuracy}
     manifest["build_seconds"] = round(time.monotonic() - started, 1)
     paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
@@ -149,7 +171,14 @@ def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
     while len(prompts) < recipe.num_train + recipe.num_val:
         prompts["".join(map(str, rng.integers(0, 10, recipe.num_digits)))] = None
     rows = [{"prompt": prompt, "answer": "".join(sorted(prompt))} for prompt in prompts]
+    if isinstance(recipe, SolutionsRecipe):
+        rows = [row | {SOLUTION: f"{row['prompt']}={row['answer']}"} for row in rows]
     return rows[recipe.num_val :], rows[: recipe.num_val]
+
+
+def with_solutions(rows: list[Row]) -> list[Row]:
+    """Return the rows with the solution in their prompts."""
+    return [row | {"prompt": row[SOLUTION]} for row in rows]
 
 
 def make_byte_tokenizer() -> Qwen2Tokenizer:

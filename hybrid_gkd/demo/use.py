@@ -1,8 +1,8 @@
 """Resolvers of demo paths in configurations, and the demos that a configuration uses.
 
 In YAML, `${demo:student}` is the student of the sorting demo, `${demo:weak_teacher,student}` that of the demo with a
-weak teacher, `${demo:gpu_demo,student}` that of the word problems for the configured device; `${by_device:a,b}` is a
-with a GPU and b without one.
+weak teacher, `${demo:solutions,student}` that of the student that is its own teacher, `${demo:gpu_demo,student}` that
+of the word problems for the configured device; `${by_device:a,b}` is a with a GPU and b without one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def demo_path(*names: str, _root_: Any) -> str:
     *demo, part = names
     name = ",".join(demo) or "sorting"
     if name not in ("gpu_demo", *sorting.RECIPES) or part not in DemoPaths.__slots__:
-        known = "${demo:PART} and, as DEMO, weak_teacher and gpu_demo of ${demo:DEMO,PART}"
+        known = "${demo:PART} and, as DEMO, weak_teacher, solutions and gpu_demo of ${demo:DEMO,PART}"
         raise ValueError(f"${{demo:{','.join(names)}}}: must be {known}")
     root = gpu_demo_dir(_device(_root_)) if name == "gpu_demo" else sorting.demo_dir(recipe=sorting.RECIPES[name])
     return str(getattr(DemoPaths.under(root), part))
@@ -64,8 +64,11 @@ def used_demos(config: Config) -> dict[Path, Callable[[], DemoPaths]]:
 
 def demo_teacher_accuracy(config: Config) -> float | None:
     """Return the teacher's accuracy on the validation prompts if both are a demo's; None if unknown."""
-    teacher = config.actor_rollout_ref.teacher.model.path
+    arr = config.actor_rollout_ref
     for paths in map(DemoPaths.under, used_demos(config)):
-        if teacher == str(paths.teacher) and config.data.val_files == [str(paths.val)]:
+        of_demo = arr.teacher.model.path == str(paths.teacher)
+        if config.teaches_itself and config.data.teacher_prompt_key == sorting.SOLUTION:
+            of_demo = arr.model.path == str(paths.student)
+        if of_demo and config.data.val_files == [str(paths.val)]:
             return teacher_accuracy(paths)
     return None

@@ -29,6 +29,20 @@ def check_distinct(facts: Facts) -> None:
             )
 
 
+def check_teacher_prompts(config: Config, prompts: list[Task]) -> None:
+    """Raise DataError if the student's present weights are the teacher and read the student's own prompt in all
+    rows."""
+    live = config.teaches_itself and config.actor_rollout_ref.teacher.source == "live"
+    live = live and config.distillation.teacher_prompt_fn is None
+    same = (task.teacher_ids is None or np.array_equal(task.teacher_ids, task.token_ids) for task in prompts)
+    if live and prompts and all(same):
+        raise DataError(
+            f"data.train_files: no row has another prompt for the teacher in the column "
+            f"{config.data.teacher_prompt_key!r} (data.teacher_prompt_key), without which "
+            "actor_rollout_ref.teacher.source=live teaches nothing"
+        )
+
+
 def check_given_answers(config: Config, prompts: list[Task]) -> str:
     """Return the number of given completions as text. Raises DataError if a required one is missing."""
     key = config.data.response_key

@@ -22,8 +22,10 @@ from hybrid_gkd.launch.data_checks import (
     check_data_sources,
     check_distinct,
     check_given_answers,
+    check_teacher_prompts,
     describe_dropped_prompts,
 )
+from hybrid_gkd.launch.plan import OWN_WEIGHTS
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.launch.routing import describe_routing, for_each_teacher, teacher_column
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
@@ -62,7 +64,7 @@ def student(facts: Facts) -> str:
     config, model = facts.config, facts.config.actor_rollout_ref.model
     check_model_folder("actor_rollout_ref.model.path", model.path)
     check_export("actor_rollout_ref.model.path", model.path)
-    check_length("student", model.path, config, config.max_sequence_length, model.override_config)
+    check_length("student", model.path, config, config.max_packed_length, model.override_config)
     with prefix_errors(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
     text = read_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
@@ -176,6 +178,8 @@ def teacher(facts: Facts) -> str:
 def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
     """Check that a teacher's service answers, or the folder of its model."""
     config, section, label = teacher.config, teacher.section, teacher.label
+    if config.teaches_itself:
+        return OWN_WEIGHTS[section.source].format(decay=section.ema_decay)
     if section.cache is not None:
         with prefix_errors("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
             stored = len(store)
@@ -289,6 +293,7 @@ def data(facts: Facts) -> str:
     check_distinct(facts)
     check_data_sources(facts)
     chosen = describe_routing(facts.config, facts.train_prompts)
+    check_teacher_prompts(facts.config, facts.train_prompts)
     given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
@@ -405,7 +410,8 @@ def check_positions(who: str, path: str, config: Config, needed: int, limit: tup
     positions, field = limit
     if positions is not None and positions < needed:
         response = config.data.max_response_length
-        prompt = config.teacher_prompt_limit if who == "teacher" else config.data.max_prompt_length
+        reads_teacher_prompt = who == "teacher" or (who == "student" and config.teaches_itself)
+        prompt = config.teacher_prompt_limit if reads_teacher_prompt else config.data.max_prompt_length
         rule = (
             f"prompt and response limits ({prompt} + {response}) need {needed} positions, but the {who} {path} has "
             f"{positions} ({field})"

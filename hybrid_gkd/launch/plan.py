@@ -30,6 +30,12 @@ from hybrid_gkd.workers.placement import Placement
 FREE_FRACTION = 0.1
 """Fraction of a GPU that must stay free before offloads are called unnecessary; activations are lower bounds."""
 
+OWN_WEIGHTS = {
+    "initial": "the student's initial weights", "ema": "the student's moving average (decay {decay:g})",
+    "live": "the student's present weights behind another prompt",
+}  # fmt: skip
+"""teacher.source -> description of a teacher without a service."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
@@ -118,6 +124,7 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         section = teacher.section
         where = ", ".join(section.endpoints) if section.server_ip else "started by this run"
         where = f"scores in {section.cache}" if section.is_stored else where
+        where = OWN_WEIGHTS.get(section.source, where).format(decay=section.ema_decay)
         where += f", key {teacher.key}" if has_several_teachers(config) else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         topk = f"top-{config.distillation.topk}"
@@ -297,11 +304,29 @@ EXPORTED_FILES = 64
 """Maximum number of files of a checkpoint besides those of the workers."""
 
 
+def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -> None:
+    """Check that a machine has the host memory of a teacher with weights of the student beside its own.
+
+    `host`: see `RunPlan.host`; `free_bytes`: free memory of the machine. Raises ConfigError with the sizes.
+    """
+    if not config.teaches_itself or not (config.has_moving_average or config.has_reference_model):
+        return
+    workers, source = config.trainer.n_gpus_per_node, config.actor_rollout_ref.teacher.source
+    needed = workers * sum(size for owner, size in host.items() if owner != "checkpoint")
+    if needed > free_bytes:
+        raise ConfigError(
+            "actor_rollout_ref.teacher.source",
+            f"with a second copy of the student's weights {workers} training worker(s) need {needed / GIB:.1f} GiB of "
+            f"host memory, but {free_bytes / GIB:.1f} GiB are free; live needs no copy, and with LoRA "
+            "(actor_rollout_ref.model.lora_rank) it is small", source,
+        )  # fmt: skip
+
+
 def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
     """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, and the exports."""
     student = trained[0]
     adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0
-    return 3 * sum(model.master for model in trained) + adapters + exported_bytes(section, student.spec)
+    return sum(model.saved for model in trained) + adapters + exported_bytes(section, student.spec)
 
 
 def checkpoint_files(config: Config) -> int:

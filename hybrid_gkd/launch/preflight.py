@@ -30,7 +30,14 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.compatibility import check_compatibility
-from hybrid_gkd.launch.plan import TOKENIZER_BYTES, checkpoint_bytes, checkpoint_files, disk_bytes, make_plan
+from hybrid_gkd.launch.plan import (
+    TOKENIZER_BYTES,
+    check_host_memory,
+    checkpoint_bytes,
+    checkpoint_files,
+    disk_bytes,
+    make_plan,
+)
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
 from hybrid_gkd.launch.teacher import local_weights
@@ -47,6 +54,7 @@ from hybrid_gkd.runtime.imports import is_import_path, load_object
 from hybrid_gkd.runtime.waiting import Timeout, interrupted_after, waiting
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.teacher_prompts import load_prompt_function
+from hybrid_gkd.workers.placement import free_host_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -244,6 +252,8 @@ def plan(facts: Facts) -> str:
         facts.config, facts.trained, facts.device, facts.local_teachers, engine=facts.engine,
         gpu_bytes=facts.gpu_bytes, steps=facts.steps, steps_done=facts.steps_done,
     )
+    if facts.config.ray_init.address is None:
+        check_host_memory(facts.config, facts.plan.host, free_host_bytes())
     return str(facts.plan)
 
 

@@ -42,6 +42,7 @@ from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
 from hybrid_gkd.runtime.imports import freeze_gc
+from hybrid_gkd.scoring.own_teacher import OwnTeacher
 from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.scoring.teacher_prompts import CompletionPrompts
@@ -244,15 +245,18 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     stack.callback(store.release)  # before the trackers close, which may have unwritten rows because of a full disk
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
+    assert facts.num_ids is not None
+    if config.distillation.teacher_prompt_fn is not None:
+        rewards = scorer if config.scores_rollouts else None
+        arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
+    if config.teaches_itself:
+        return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
     for teacher in run_teachers(config):
         if client := teachers.clients.get(teacher.label):
             # Known now also for a model of the hub.
             check_same_teacher(facts, teacher, next(iter(client.served.values())))
             logger.info("%s: %s", teacher.label, check_confidence(facts, teacher, client))
     arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu}
-    if config.distillation.teacher_prompt_fn is not None:
-        rewards = scorer if config.scores_rollouts else None
-        arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
     return GKDTrainer(config, teacher=teachers.scorer(), **arguments)
 
 

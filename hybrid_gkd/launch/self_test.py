@@ -50,7 +50,8 @@ def self_test_config(config: Config, folder: str) -> Config:
     config = copy.deepcopy(config)
     arr, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
-    arr.teacher.cache = None
+    arr.teacher.source, arr.teacher.cache = "model", None
+    data.teacher_prompt_key = data.max_teacher_prompt_length = None
     arr.teacher.model.path = arr.model.path
     if arr.model.lora_adapter_path is not None:  # new adapters of the same shape: the teacher is the base model
         own, arr.model.lora_adapter_path = adapter_config(arr.model), None

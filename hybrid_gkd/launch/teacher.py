@@ -204,7 +204,7 @@ class RunTeachers:
                     taken |= gpus
                     process = make_teacher_process(teacher, facts.plan, num_threads)
                     self.processes[teacher.label] = stack.enter_context(process)
-                elif not teacher.section.is_stored:
+                elif teacher.section.server_ip is not None:
                     self._connect(teacher, teacher.section.endpoints)
 
     def check(self) -> None:

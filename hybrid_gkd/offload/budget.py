@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.spec import ModelSpec
-from hybrid_gkd.offload.residency import FROZEN, RESIDENCY
+from hybrid_gkd.offload.residency import EMA, FROZEN, RESIDENCY
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB
@@ -27,6 +27,8 @@ EXCLUSIVE_FRACTION = 0.9
 ENGINE_OWNERS = ("engine_weights", "kv_cache")
 UPDATES = {"actor": ("update", "optimizer_step"), "critic": ("critic_update", "critic_optimizer_step")}
 """Model -> its phases with gradients, the one with activations first."""
+OTHER_PASSES = ("reference", "reward_model", "ema_teacher")
+"""Phases with forward passes only."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Memory:
         if total_bytes is not None:
             owners["kv_cache"] = max(0.0, self.engine_fraction(total_bytes) * total_bytes - self.engine.weights)
         for phase, wanted in RESIDENCY.items():
-            if not owners.keys() >= wanted - {"kv_cache", FROZEN}:
+            optional = {"kv_cache", FROZEN} | (set() if phase == "ema_teacher" else {EMA})
+            if not owners.keys() >= wanted - optional:
                 continue
             present = {t: b for t, b in owners.items() if t in wanted or not on_gpu or not moves[t]}
             if not self.hybrid:  # separate GPUs for generation
@@ -193,7 +196,7 @@ class Memory:
         staying = sum(self.owners.values()) - sum(moving.values()) if self.hybrid else 0.0
         if self.sleeps or not self.hybrid:
             return replace(self.engine, reserved=staying)
-        most = [sum(moving.get(name, 0.0) for name in RESIDENCY[phase]) for phase in ("reference", "reward_model")]
+        most = [sum(moving.get(name, 0.0) for name in RESIDENCY[phase]) for phase in OTHER_PASSES]
         for update, step in UPDATES.values():
             beside = [self.passes.get(update, {}).get(name, 0.0) for name in ("gradients", "gathered_params")]
             most.append(sum(moving.get(name, 0.0) for name in RESIDENCY[step]) + sum(beside))

@@ -29,7 +29,7 @@ from hybrid_gkd.offload.budget import (
     Memory,
     TeacherPlacement,
 )
-from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS
+from hybrid_gkd.offload.residency import EMA, FROZEN, MODEL_OWNERS
 
 TEACHER_TOKENS = 32768
 """Minimum KV cache of a vLLM teacher on a shared GPU, tokens: four engine steps, so that one is filled while another is
@@ -91,16 +91,28 @@ class TrainedSpec:
     spec: ModelSpec
     section: ActorConfig | CriticConfig
     shard_size: int
+    has_average: bool = False
+    """Whether a moving average of the trained weights is kept."""
 
     @property
     def master(self) -> int:
         """Return the bytes of the trained weights; gradients take as much, the optimizer state twice that."""
         return {"fp32": 4, "bf16": 2}[self.section.fsdp_config.model_dtype] * self.spec.trained_parameters
 
+    @property
+    def average(self) -> int:
+        """Return the bytes of the moving average, in float32; 0 without one."""
+        return 4 * self.spec.trained_parameters if self.has_average else 0
+
+    @property
+    def saved(self) -> int:
+        """Return the bytes of a checkpoint: weights, both moments of the optimizer, and the moving average."""
+        return 3 * self.master + self.average
+
 
 def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedSpec, ...]:
     """Return the student, with the given spec, and the critic if there is one. Raises ModelError, ConfigError."""
-    student = TrainedSpec("actor", spec, config.actor_rollout_ref.actor, config.shard_size)
+    student = TrainedSpec("actor", spec, config.actor_rollout_ref.actor, config.shard_size, config.has_moving_average)
     if not config.uses_critic:
         return (student,)
     return student, TrainedSpec("critic", critic_spec(config, spec), config.resolved_critic, config.critic_shard_size)
@@ -127,14 +139,20 @@ def plan_memory(
             gathered = model.spec.embedding_parameters if fsdp.reshard_after_forward else model.spec.parameters
             activations = _activations(config, model.section, model.spec)
             passes[update] |= {"gathered_params": 2 * gathered, "activations": activations}
+        if model.has_average:
+            owners[EMA], moves[EMA] = model.average / model.shard_size, True
+            passes["ema_teacher"] = {"kept_params": master}
+            if on_gpu:
+                activations = _largest_micro_batch(config, model.section) * model.spec.forward_bytes_per_token
+                passes["ema_teacher"] |= {"gathered_params": 2 * gathered, "activations": activations}
     for (owner, phase), (spec, tokens) in _other_models(config, student).items():
         specs[phase.replace("_", " ")] = spec
         owners[owner], moves[owner] = itemsize * spec.parameters / config.shard_size, True
         activations = tokens * spec.forward_bytes_per_token
         passes[phase] = {"gathered_params": 2 * spec.embedding_parameters, "activations": activations} if on_gpu else {}
-    if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN}:  # no other owner needs the room
+    if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN, EMA}:  # no other owner needs the room
         moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
-    checkpoint, rollout = 3 * sum(model.master / model.shard_size for model in trained), arr.rollout
+    checkpoint, rollout = sum(model.saved / model.shard_size for model in trained), arr.rollout
     return Memory(
         device=device, specs=specs | {model.name: model.spec for model in trained[1:]}, owners=owners, moves=moves,
         passes=passes, checkpoint=checkpoint + exported_bytes(arr.actor.checkpoint, student),
@@ -183,7 +201,7 @@ def _engine_memory(rollout: RolloutConfig, student: ModelSpec, longest: int, dev
 def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, prompts: int | None = None) -> int:
     """Return the tokens of the largest micro-batch of `prompts` prompts (None: a whole batch) on a GPU, unless a single
     sequence is longer."""
-    longest, prompts = config.max_sequence_length, prompts or config.data.train_batch_size
+    longest, prompts = config.max_packed_length, prompts or config.data.train_batch_size
     whole = longest * math.ceil(prompts * config.actor_rollout_ref.rollout.n / config.world_size)
     if section.use_dynamic_bsz:
         return min(whole, section.ppo_max_token_len_per_gpu or whole)
@@ -195,7 +213,7 @@ def _activations(config: Config, section: ActorConfig | CriticConfig, spec: Mode
     prompts = prompts_per_update(config.data.train_batch_size, section)
     kept = _largest_micro_batch(config, section, prompts) * spec.activation_bytes_per_token
     compares = config.algorithm.compares_logprobs or config.distillation.use_policy_gradient
-    passes = config.has_advantages or config.uses_reference or compares
+    passes = config.has_advantages or config.uses_reference or compares or config.teaches_itself
     if not passes and not config.data.val_files:  # distillation only: no log-probabilities are computed
         return kept
     return max(kept, _largest_micro_batch(config, section) * spec.forward_bytes_per_token)

@@ -17,27 +17,32 @@ from hybrid_gkd.errors import DeviceMemoryError
 RESIDENCY: Mapping[str, frozenset[str]] = {
     "rollout": frozenset({"engine_weights", "kv_cache"}),
     "update": frozenset({"actor_params", "frozen_params"}),
-    "optimizer_step": frozenset({"actor_params", "frozen_params", "optimizer_state"}),
+    "optimizer_step": frozenset({"actor_params", "frozen_params", "optimizer_state", "ema_params"}),
     "publish": frozenset({"actor_params", "frozen_params", "engine_weights"}),
+    "ema_teacher": frozenset({"actor_params", "frozen_params", "ema_params"}),
     "reference": frozenset({"ref_params"}),
     "reward_model": frozenset({"reward_model_params"}),
     "critic_update": frozenset({"critic_params"}),
     "critic_optimizer_step": frozenset({"critic_params", "critic_optimizer_state"}),
 }
 """Phase -> owners on the device. A run has the phases of its owners. With LoRA the adapters are `actor_params`, the
-base weights `frozen_params`."""
-CHANGING_PHASES = ("optimizer_step", "critic_optimizer_step")
-"""Phases in which the content of memory owners may change, which invalidates earlier copies."""
+base weights `frozen_params`. `ema_params` is the moving average of the actor's."""
+CHANGING: Mapping[str, frozenset[str]] = {
+    "optimizer_step": RESIDENCY["optimizer_step"], "critic_optimizer_step": RESIDENCY["critic_optimizer_step"],
+    "ema_teacher": frozenset({"actor_params"}),
+}  # fmt: skip
+"""Phase -> owners whose content may change in it, which invalidates earlier copies."""
 MODEL_OWNERS: Mapping[str, tuple[str, ...]] = {
     "actor": ("actor_params", "optimizer_state"), "critic": ("critic_params", "critic_optimizer_state"),
     "reference": ("ref_params",), "reward_model": ("reward_model_params",),
 }
 """Model of a worker -> owners of its parameters and, if it is trained, of its optimizer state."""
-FROZEN = "frozen_params"
-"""Owner of the actor's base weights, with LoRA."""
+FROZEN, EMA = "frozen_params", "ema_params"
+"""Owners of the actor's base weights, with LoRA, and of the moving average of its trained parameters, if it is the
+teacher."""
 MEMORY_OWNERS = (
     "kv_cache", "engine_weights", "reward_model_params", "ref_params", "critic_optimizer_state", "critic_params",
-    "optimizer_state", "frozen_params", "actor_params",
+    "ema_params", "optimizer_state", "frozen_params", "actor_params",
 )  # fmt: skip
 """In the order of release; they are acquired in reverse. vLLM restores its weights before its cache."""
 MARGIN_BYTES = 4 * 2**30
@@ -100,7 +105,7 @@ class Residency:
         """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other movable ones.
 
         Without `finish` other owners are released at the next `enter`, or when their memory is needed. Without
-        `changes` host copies stay valid also in one of `CHANGING_PHASES`, since the content is only read.
+        `changes` host copies stay valid also in one of `CHANGING`, since the content is only read.
 
         Raises:
             DeviceMemoryError: a memory owner does not fit after the others have been released.
@@ -118,8 +123,8 @@ class Residency:
             self._resident.add(name)
         if finish:
             self._release(leaving)
-        if changes and phase in CHANGING_PHASES:
-            for name in wanted & set(owners):
+        if changes:
+            for name in CHANGING.get(phase, frozenset()) & set(owners):
                 owners[name].changed()
         self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
         self._bytes |= {(phase, name): owners[name].num_bytes() for name in self._resident.difference(leaving)}
@@ -129,7 +134,7 @@ class Residency:
 
         Owners of `phase` are acquired, about `most` bytes of them, as far as they fit beside the present ones and
         `reserve` bytes for allocations of the present phase; the next call continues. Other owners are copied to the
-        host, and must not change until `phase` or one of `CHANGING_PHASES` is entered.
+        host, and must not change until `phase` or one of `CHANGING` is entered.
         """
         coming = 0
         for name in self._absent(phase):

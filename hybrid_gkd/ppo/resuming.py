@@ -40,6 +40,7 @@ LEARNING = (
     )),
     f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.rollout.end_repetitions",
+    f"{ARR}.teacher.source",
     "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
 )
 """Keys and sections that determine what is learned; changes on resume must be allowed explicitly."""
@@ -84,7 +85,8 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     rewards += REWARD_MODEL if rewards and config.reward_model.enable else ()
     critic, reference = CRITIC if config.uses_critic else (), REFERENCE if config.uses_reference else ()
     config, found = dataclasses.replace(config, critic=config.resolved_critic), dict[str, Any]()
-    for key in (*LEARNING, *rewards, *critic, *reference):
+    average = (f"{ARR}.teacher.ema_decay",) if config.has_moving_average else ()
+    for key in (*LEARNING, *rewards, *critic, *reference, *average):
         value = operator.attrgetter(key)(config)
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
     found = {key: value for key, value in found.items() if key not in LIMITS}

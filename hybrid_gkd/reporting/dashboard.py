@@ -152,6 +152,10 @@ def _distils(run: Config) -> bool:
     return run.distillation.enabled
 
 
+def _has_service(run: Config) -> bool:
+    return _distils(run) and not run.teaches_itself
+
+
 def _validates(run: Config) -> bool:
     return bool(run.data.val_files)
 
@@ -194,6 +198,7 @@ HELD: dict[str, Callable[[Config], bool]] = {
     "ref": lambda run: run.has_reference_model,
     "reward_model": lambda run: run.uses_reward_model,
     "frozen": lambda run: run.actor_rollout_ref.model.has_lora,
+    "ema_": lambda run: run.has_moving_average,
     "engine": _is_hybrid,
     "kv_cache": _is_hybrid,
     "/rollout/": _is_hybrid,
@@ -241,6 +246,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "reward/": lambda run: run.trains_on_rewards,
     "reliability/": lambda run: run.trainer.max_restarts > 0,
     "teacher/<key>/": has_several_teachers,
+    **dict.fromkeys(("teacher/queue_length", "teacher/engine_busy", "teacher/bytes_per_token"), _has_service),
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,

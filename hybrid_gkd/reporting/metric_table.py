@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from hybrid_gkd.offload.residency import FROZEN, MEMORY_OWNERS, MODEL_OWNERS, RESIDENCY
+from hybrid_gkd.offload.residency import EMA, FROZEN, MEMORY_OWNERS, MODEL_OWNERS, RESIDENCY
 
 UPDATES = ("update_actor", "update_critic")
 TEMPLATES: dict[str, tuple[str, tuple[str, str]]] = {}
@@ -153,7 +153,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/max_host_memory_gb": ("GiB", "Peak host memory of a worker process so far"),
     **_expand(
         "perf/copy/<owner>_<direction>", "GB/s", "Bandwidth of the last copy of <owner> to (in) or from (out) the GPU",
-        owner=(*itertools.chain(*MODEL_OWNERS.values()), FROZEN), direction=("in", "out"),
+        owner=(*itertools.chain(*MODEL_OWNERS.values()), FROZEN, EMA), direction=("in", "out"),
     ),
     "memory/update/sleeping_engine_gb": (
         "GiB", "GPU memory of the sleeping vLLM engine, measured at its construction, plus memory that other processes "

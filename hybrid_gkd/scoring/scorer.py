@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hybrid_gkd.types import Pair, Plan, Sample, SampleId, Signal
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.batches import Batches
+
+S = TypeVar("S", bound=Signal)
 
 
 class Scorer(Protocol):
@@ -45,9 +47,9 @@ class WorkersScorer:
         return [completed_future(found[sample.id]) for sample in bare]
 
 
-def completed_future(signal: Signal) -> Future[Signal]:
+def completed_future(signal: S) -> Future[S]:
     """Return a completed future."""
-    future: Future[Signal] = Future()
+    future: Future[S] = Future()
     future.set_result(signal)
     return future
 

@@ -5,6 +5,7 @@ Shapes: R trained tokens of a micro-batch, K candidates per trained token.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -35,6 +36,7 @@ from hybrid_gkd.student.logprob_model import (
     sampled_logprobs,
     top_candidates,
 )
+from hybrid_gkd.student.moving_average import MovingAverage
 from hybrid_gkd.student.sharded_model import learning_rate
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId, TopK
@@ -105,6 +107,9 @@ class Actor(TrainedModel):
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, compile=arr.actor.use_torch_compile,
             optim=arr.actor.optim, num_updates=num_updates, grad_clip=arr.actor.grad_clip, seed=config.trainer.seed,
         )
+        self.teacher_source = arr.teacher.source
+        if config.has_moving_average:
+            self.average = MovingAverage(self.parameters(), arr.teacher.ema_decay)
 
     def learning_rate(self) -> float:
         """Return the rate of the next optimizer step; the first `sft_updates` steps have their own schedule."""
@@ -193,15 +198,6 @@ class Actor(TrainedModel):
         self.reshard()
         return found
 
-    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
-        """Return the `distillation.topk` most likely tokens at the trained tokens of each sample."""
-        self._seed()
-        found = top_candidates(
-            self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
-        )
-        self.reshard()
-        return found
-
     @torch.no_grad()
     def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Return divergences of scored samples, float32 [R, 2 + 3 s] each, at `distillation.temperature`.
@@ -237,6 +233,27 @@ class Actor(TrainedModel):
             )
         self.reshard()
         return found
+
+    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
+        """Return the `distillation.topk` most likely tokens at the trained tokens of each sample, at
+        `distillation.temperature`: by the student's weights of `teacher.source`, or with a model by its present ones."""
+        self._seed()
+        self.reshard()
+        with self._teacher_weights():
+            found = top_candidates(
+                self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
+            )
+        self.reshard()
+        return found
+
+    def _teacher_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the weights of `teacher.source`."""
+        if self.average is not None:
+            return self.average.in_place()
+        if self.teacher_source == "initial":
+            assert self.adapters is not None, "a student without adapters has no other weights"
+            return self.adapters.disabled()
+        return contextlib.nullcontext()
 
     def _reported(self) -> dict[str, str | None]:
         overlap = {HEAD_METRICS["overlap_ratio"]: "overlap_rows"} if self.topk else {}

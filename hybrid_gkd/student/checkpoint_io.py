@@ -25,9 +25,10 @@ from hybrid_gkd.student.lora import gather_adapter, write_adapter
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.student.sharded_model import ShardedModel
 
-WEIGHTS = "weights"
-"""Prefix of weights. Tensors are named `weights/<Hugging Face name>`, `exp_avg/<Hugging Face name>` and so on for the
-optimizer state. With LoRA, they are the adapters under peft's names; base weights are not saved."""
+WEIGHTS, AVERAGE = "weights", "ema"
+"""Prefixes of weights and of their moving average. Tensors are named `weights/<Hugging Face name>`,
+`exp_avg/<Hugging Face name>` and so on for the optimizer state. With LoRA, they are the adapters under peft's names;
+base weights are not saved."""
 
 
 def snapshot_model(
@@ -54,7 +55,8 @@ def snapshot_model(
 def snapshot_bytes(model: ShardedModel) -> int:
     """Return the bytes of a snapshot of `snapshot_model`, including two optimizer moments per weight."""
     local = (_part(name, weight, lambda tensor: tensor) for name, weight in _weights(model).items())
-    return sum(3 * part.values().nbytes for part in local if part is not None)
+    averages = [] if model.average is None else [local_rows(each)[0].nbytes for each in model.average.tensors]
+    return sum(3 * part.values().nbytes for part in local if part is not None) + sum(averages)
 
 
 def export_bytes(model: ShardedModel) -> int:
@@ -88,13 +90,15 @@ def load_model(model: ShardedModel, folder: Path) -> None:
         _fill(files, f"{WEIGHTS}/{name}", tensor)
     if model.optimizer is not None:
         _load_optimizer(model, model.optimizer, files)
+    for name, tensor in _averages(model).items():
+        _fill(files, name, tensor)
     model.updates_done = int(files.facts["updates_done"])
 
 
 def _load_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer, files: ShardFiles) -> None:
     """Load the optimizer state into new tensors."""
     names = {id(parameter): name for name, parameter in _weights(model).items()}
-    kinds = sorted({name.partition("/")[0] for name in files.names()} - {WEIGHTS})
+    kinds = sorted({name.partition("/")[0] for name in files.names()} - {WEIGHTS, AVERAGE})
     optimizer.state.clear()  # first, because the state is most of a model's memory
     state: dict[int, dict[str, Tensor]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -126,7 +130,15 @@ def _tensors(model: ShardedModel) -> dict[str, Tensor]:
     state = {} if model.optimizer is None else model.optimizer.state
     for name, weight in weights.items():
         tensors |= {f"{kind}/{name}": value for kind, value in state.get(weight, {}).items()}
-    return tensors
+    return tensors | _averages(model)
+
+
+def _averages(model: ShardedModel) -> dict[str, Tensor]:
+    """Return the moving average of the trained parameters; empty without one."""
+    if (average := model.average) is None:
+        return {}
+    trained = {name: weight for name, weight in _weights(model).items() if weight.requires_grad}
+    return {f"{AVERAGE}/{name}": average.of(weight) for name, weight in trained.items()}
 
 
 def _part(name: str, tensor: Tensor, to_host: Callable[[Tensor], Tensor]) -> Part | None:

@@ -1,4 +1,7 @@
-"""The reference policy: a frozen model for KL regularization. Depends on neither Ray nor vLLM."""
+"""The reference policy: a frozen model for KL regularization, or the student's first weights as teacher.
+
+Depends on neither Ray nor vLLM.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class Reference(ShardedModel):
     section = "actor_rollout_ref.actor"
 
     def __init__(self, config: Config, *, device: torch.device, num_ids: int | None = None):
-        self.temperature, self.topk = config.actor_rollout_ref.rollout.temperature, config.ref_topk
+        self.temperature = self.topk_temperature = config.actor_rollout_ref.rollout.temperature
+        self.topk = config.ref_topk
+        if config.teaches_itself:
+            self.topk, self.topk_temperature = config.distillation.topk, config.distillation.temperature
         # Frozen weights need no master copy: they are kept in the compute type.
         fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         own = config.actor_rollout_ref.ref.model.path
@@ -40,9 +46,12 @@ class Reference(ShardedModel):
         return found
 
     def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
-        """Return the `ref.topk` most likely tokens at the trained tokens of each sample, at the same temperature."""
+        """Return the `ref.topk` most likely tokens at the trained tokens of each sample, at the same temperature.
+
+        As a teacher, `distillation.topk` of them at `distillation.temperature`.
+        """
         found = top_candidates(
-            self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
+            self.model, micro_batches, temperature=self.topk_temperature, device=self.device, k=self.topk
         )
         self.reshard()
         return found

@@ -29,6 +29,7 @@ from hybrid_gkd.models.packed_attention import packed_attention, register_packed
 from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, identity_shard, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
+from hybrid_gkd.student.moving_average import MovingAverage
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class ShardedModel:
     """Configuration section, for messages."""
     token_limit = "ppo_max_token_len_per_gpu"
     """Key in `section` that limits a micro-batch."""
+    average: MovingAverage | None = None
+    """Moving average of the trained parameters, if it is needed."""
 
     def __init__(
         self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
@@ -178,6 +181,8 @@ class ShardedModel:
             group["lr"] = rate
         try:
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
         except torch.OutOfMemoryError as error:  # some parameters may have changed: must not be retried
             failure = DeviceMemoryError(
                 "phase optimizer_step: out of device memory within the step; resume from the last checkpoint with "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_gkd.offload.pinned import FrozenTensors, OffloadedTensors
-from hybrid_gkd.offload.residency import FROZEN, MARGIN_BYTES, MODEL_OWNERS, MemoryOwner, Residency
+from hybrid_gkd.offload.residency import EMA, FROZEN, MARGIN_BYTES, MODEL_OWNERS, MemoryOwner, Residency
 
 if TYPE_CHECKING:
     from hybrid_gkd.rollout.engine import RolloutEngine
@@ -149,6 +149,12 @@ class SharedDevice:
         self.offloaded |= {state: OffloadedTensors(model.optimizer_tensors) for state in states}
         if model.frozen_parameters():
             self.offloaded[FROZEN] = FrozenTensors(model.frozen_parameters)
+        if (average := model.average) is not None:
+            self.offloaded[EMA] = OffloadedTensors(lambda: average.tensors)
+            if self.on_gpu:
+                self._movable.add(EMA)
+                self.offloaded[EMA].release()
+                self._away.add(EMA)
         frozen = {FROZEN} & self.offloaded.keys()
         self._movable |= {params} | frozen if self.on_gpu and model.fsdp.param_offload else set()
         self._movable |= set(states) if self.on_gpu and model.fsdp.optimizer_offload else set()

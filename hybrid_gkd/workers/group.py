@@ -226,6 +226,10 @@ class WorkerGroup:
         """Return sample id -> the reference policy's `ref.topk` most likely tokens of each position."""
         return self._merge_results("compute_ref_topk", micro_batches)
 
+    def compute_own_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
+        """Return sample id -> a teacher's scores by the student's own weights of `teacher.source`."""
+        return self._merge_results("compute_own_topk", micro_batches)
+
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         """Return index of a text -> its score by the reward model, over all workers."""
         return self._merge_results("compute_reward_scores", micro_batches)

@@ -47,6 +47,7 @@ DESCRIPTIONS = {
     "compute_reward_scores": "the reward model's scores",
     "compute_ref_logprobs": "log-probabilities of the reference policy",
     "compute_ref_topk": "the reference policy's most likely tokens",
+    "compute_own_topk": "the scores of the student's own weights",
     "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",
     "generate": "the generation",
 }

@@ -36,6 +36,7 @@ ACTOR_PHASES = Phases("update", "optimizer_step", "rollout")
 CRITIC_PHASES = Phases("critic_update", "critic_optimizer_step", "update")
 REFERENCE_PHASES = Phases("reference", "reference", "update")
 REWARD_PHASES = Phases("reward_model", "reward_model", "update")
+EMA_PHASES = Phases("ema_teacher", "ema_teacher", "update")
 """Phases of models without optimizer steps."""
 
 

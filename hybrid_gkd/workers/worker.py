@@ -184,7 +184,7 @@ class Worker(GroupMember):
         self.residency = self.shared.manage(engine)
         if self.role != "rollout worker":
             self._build_updaters(saves_in_background)
-            self.updater.forward(lambda: self.actor.check_packing(self.config.max_sequence_length))
+            self.updater.forward(lambda: self.actor.check_packing(self.config.max_packed_length))
         freeze_gc()
         return description
 
@@ -212,7 +212,14 @@ class Worker(GroupMember):
 
     def _build_updaters(self, saves_in_background: bool) -> None:
         from hybrid_gkd.workers.saver import Saver
-        from hybrid_gkd.workers.updater import ACTOR_PHASES, CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
+        from hybrid_gkd.workers.updater import (
+            ACTOR_PHASES,
+            CRITIC_PHASES,
+            EMA_PHASES,
+            REFERENCE_PHASES,
+            REWARD_PHASES,
+            Updater,
+        )
 
         def updater(model: Any, phases: Phases) -> Updater:
             who, alone = f"{self.role} {self.rank}", self.size == 1
@@ -220,6 +227,7 @@ class Worker(GroupMember):
 
         trained: dict[str, TrainedModel] = {}
         self.updater = self.updaters["update_actor"] = updater(self.actor, ACTOR_PHASES)
+        self.own_teacher = updater(self.actor, EMA_PHASES) if self.config.has_moving_average else self.updater
         if self.config.uses_critic:
             trained["critic"] = self.critic
             self.critic_updater = self.updaters["update_critic"] = updater(self.critic, CRITIC_PHASES)
@@ -268,7 +276,9 @@ class Worker(GroupMember):
     def _phase_after_rollout(self) -> str:
         if self.config.uses_reward_model and self.config.scores_rollouts:
             return "reward_model"
-        return "critic_update" if self.config.uses_critic else "update"
+        if self.config.uses_critic:
+            return "critic_update"
+        return "ema_teacher" if self.config.has_moving_average else "update"
 
     @spanned("update_actor")
     def accumulate(self, part: MiniBatch) -> None:
@@ -297,6 +307,12 @@ class Worker(GroupMember):
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
         return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches))
+
+    @spanned("own_teacher")
+    def compute_own_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
+        if self.config.actor_rollout_ref.teacher.source == "initial" and self.config.has_reference_model:
+            return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches))
+        return self.own_teacher.forward(lambda: self.actor.compute_topk(micro_batches))
 
     @spanned("reward_model")
     def compute_reward_scores(self, micro_batches: tuple[tuple[RewardText, ...], ...]) -> dict[int, float]:

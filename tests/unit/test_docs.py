@@ -156,8 +156,8 @@ def test_quoted_messages_are_those_of_the_code():
 def test_the_residency_table_is_that_of_the_code():
     rows = table(ROOT / "docs" / "architecture.md", "## Residency")
     columns = (
-        "actor_params", "frozen_params", "optimizer_state", "critic_params", "critic_optimizer_state", "ref_params",
-        "reward_model_params", "engine_weights", "kv_cache",
+        "actor_params", "frozen_params", "optimizer_state", "ema_params", "critic_params", "critic_optimizer_state",
+        "ref_params", "reward_model_params", "engine_weights", "kv_cache",
     )  # fmt: skip
     assert set(columns) == set(MEMORY_OWNERS)
     found = {row[0]: {name for name, cell in zip(columns, row[1:], strict=True) if cell == "GPU"} for row in rows}

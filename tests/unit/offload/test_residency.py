@@ -15,7 +15,7 @@ SIZES = {
 }
 OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
 """Owners of a worker without LoRA and critic, in the order of release."""
-PHASES = {phase: wanted & set(OWNERS) for phase, wanted in RESIDENCY.items() if wanted & set(OWNERS)}
+PHASES = {phase: RESIDENCY[phase] & set(OWNERS) for phase in ("rollout", "update", "optimizer_step", "publish")}
 
 
 class Device:
@@ -388,3 +388,20 @@ def test_what_another_process_takes_is_not_the_engines_or_the_students(monkeypat
     card.other = 20 * GIB  # the cache still fits
     with nullcontext() if known else pytest.raises(DeviceMemoryError, match=r"kv_cache needs 59\.00 GiB.* 55\.00 GiB"):
         residency.enter("rollout")
+
+
+def test_scoring_by_the_moving_average_invalidates_the_copies_of_the_parameters_alone():
+    """The parameters get other values and their own back; the average only changes in the optimizer step."""
+    names = ("ema_params", "optimizer_state", "actor_params")
+    device = Device()
+    owners = {name: device.owner(name, 10 * GIB, name == "actor_params") for name in names}
+    residency = Residency(owners, movable=set(names), resident={"actor_params"}, free_bytes=lambda: device.free)
+    for owner in owners.values():
+        owner.copied_out = True
+    residency.enter("ema_teacher")
+    assert {name for name, owner in owners.items() if owner.there} == {"actor_params", "ema_params"}
+    assert {name for name, owner in owners.items() if not owner.copied_out} == {"actor_params"}
+    residency.enter("update")
+    assert not owners["ema_params"].there
+    residency.enter("optimizer_step")
+    assert all(owner.there and not owner.copied_out for owner in owners.values())

@@ -61,13 +61,13 @@ def function(tmp_path):
     return lambda name: f"{tmp_path}/prompts.py:{name}"
 
 
-def make_prompts(function, *overrides, rewards=False, template=None):
+def make_prompts(function, *overrides, rewards=False, templates=()):
     config = tiny_config(
         f"distillation.teacher_prompt_fn={function}", "actor_rollout_ref.rollout.n=3", "data.max_prompt_length=30",
         *overrides,
     )  # fmt: skip
     scorer = RewardScorer.of(lambda text, answer: float(text == answer), TOKENIZER, config, Clock())
-    return CompletionPrompts(config, TOKENIZER, scorer if rewards else None, template)
+    return CompletionPrompts(config, TOKENIZER, scorer if rewards else None, dict(templates))
 
 
 def group_of(row, *texts, status="stop"):
@@ -90,7 +90,7 @@ def test_the_prompt_is_made_of_a_successful_completion_when_the_group_is_complet
 
 def test_a_text_is_one_message_and_the_template_of_the_teacher_counts(function):
     template = "[{{ messages[0]['content'] }}]"
-    prompts = make_prompts(function("even"), template=template)
+    prompts = make_prompts(function("even"), templates={"default": template})
     (pair,), unscored = prompts.finished(group_of(4, "given", status="given"))  # a group of its own
     assert TOKENIZER.decode(pair[0].teacher_ids) == "[again]"
     assert not unscored
