@@ -429,6 +429,7 @@ def _several_teachers(config: Config) -> Rules:
             f"must differ between teachers ({', '.join(keys)}), of which {UNNAMED} has default, unless "
             "distillation.ensemble=mixture",
         )
+        yield f"{NAMED}.{name}.source", teacher.source == "model", f"must be model: only {UNNAMED} may be the student"
         yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture"
         yield (
             f"{NAMED}.{name}.chat_template", teacher.chat_template == templates[keys[place]],
