@@ -236,7 +236,7 @@ class Actor(TrainedModel):
 
     def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         """Return the `distillation.topk` most likely tokens at the trained tokens of each sample, at
-        `distillation.temperature`: by the student's weights of `teacher.source`, the present ones if that is a model."""
+        `distillation.temperature`: by its weights of `teacher.source`, the present ones if that is a model."""
         self._seed()
         self.reshard()
         with self._teacher_weights():

@@ -230,7 +230,7 @@ def trained(model, samples, cuts, first):
 
 def assert_equal(found, grads, want, parameters, metrics):
     for name, gradient in zip(parameters, torch.autograd.grad(want, parameters.values()), strict=True):
-        assert (grads[name] - gradient).norm() < 1e-5 * (1 + gradient.norm()), name  # norms are float32
+        assert (grads[name] - gradient).norm() < 5e-5 * (1 + gradient.norm()), name  # norms are float32
     extra = {"actor/loss", "actor/grad_norm", "actor/lr", "critic/vf_loss", "critic/grad_norm", "critic/lr"}
     assert found.keys() - extra == metrics.keys()
     for name, value in metrics.items():
