@@ -142,7 +142,7 @@ def request_metrics(found: TeacherMetrics, clock: Clock) -> dict[str, float]:
     if found.requests:  # absent if all samples were scored in an earlier step
         names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
         seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
-    if found.bytes_received:  # absent without a service
+    if found.bytes_received and found.scored_tokens:  # absent without a service
         seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
     if in_flight:
         seen["teacher/tokens_per_second"] = found.tokens / in_flight
