@@ -117,7 +117,7 @@ def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, m
     """The run has two steps, so it keeps two checkpoints although three are allowed; three if the steps are unknown."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
     trained = trained_models(config, student_spec(config))
-    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained)
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained) + TOKENIZER_BYTES
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
     assert "is writable" in preflight.disk(Facts(config, trained=trained, steps=2))
     with pytest.raises(ConfigError, match="default_local_dir"):
