@@ -18,7 +18,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.launch import doctor, preflight
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
+from hybrid_gkd.launch.plan import TOKENIZER_BYTES, check_free_memory, checkpoint_bytes
 from hybrid_gkd.launch.preflight import check_disk
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
