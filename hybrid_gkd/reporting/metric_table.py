@@ -284,7 +284,22 @@ def markdown_table() -> str:
         "| name | unit | meaning |",
         "|---|---|---|",
     ]
-    for name, (unit, meaning) in rows.items():
+    for names in _groups(rows):
+        meaning = "; ".join(rows[name][1] for name in names)
         shown = re.sub(r"(<\w+>)", r"`\1`", meaning)  # a bare <n> would be an HTML tag
-        lines.append(f"| `{name}` | {unit} | {shown} |")
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {rows[names[0]][0]} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def _groups(rows: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """Join neighbours with one unit, one parent and short meanings, which fit into a row."""
+    groups: list[list[str]] = []
+    for name, (unit, meaning) in rows.items():
+        last = groups[-1] if groups else []
+        texts = [*(rows[each][1] for each in last), meaning]
+        alike = all(rows[each][0] == unit and each.rpartition("/")[0] == name.rpartition("/")[0] for each in last)
+        if last and alike and len("; ".join(texts)) <= 140 and not any(";" in text for text in texts):
+            last.append(name)
+        else:
+            groups.append([name])
+    return groups
