@@ -166,6 +166,13 @@ def markdown_page() -> str:
     accepted = _without_twins({key: ("", "") for keys in ACCEPTED.values() for key in keys})
     renamed = [(f"{old}*", f"`{new}*`") for old, new in SECTIONS.items()]
     renamed += [(key, keys) for key, (keys, how) in read.items() if not how]
+    converted: dict[tuple[str, str], list[str]] = {}
+    for key, (keys, how) in read.items():
+        if how:
+            converted.setdefault(("the same key" if keys == f"`{key}`" else keys, how), []).append(key)
+    by_value: dict[str, list[str]] = {}
+    for key, (values, _) in only.items():
+        by_value.setdefault(values, []).append(key)
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
         "| topic | behavior |", "|---|---|", *map(_row, BEHAVIOR), "",
@@ -176,10 +183,10 @@ def markdown_page() -> str:
         "## Renamed", "", "| section here | key of verl: key here |", "|---|---|",
         *_table(renamed, by=lambda _, target: _section(target), cell=lambda key, target: f"`{key}`: {target}"), "",
         "## Converted", "", "| verl | here | value |", "|---|---|---|",
-        *(_row((f"`{key}`", keys, how)) for key, (keys, how) in read.items() if how), "",
+        *(_row((", ".join(f"`{key}`" for key in keys), *row)) for row, keys in converted.items()), "",
         "## Accepted values", "", "Others are rejected, with the reason.", "", "| value | verl |", "|---|---|",
-        *_table([(key, values) for key, (values, _) in only.items()], by=lambda key, values: values,
-                cell=lambda key, values: f"`{key}`"),
+        *(_row((values, ", ".join(f"`{key}`" for key in keys))) for values, keys in by_value.items() if len(keys) > 1),
+        _row(("those given", "; ".join(f"`{keys[0]}`: {value}" for value, keys in by_value.items() if len(keys) == 1))),
         _row(("any, without effect; the reason is logged", _code(tuple(accepted)))),
         _row(("none", _code(tuple(REFUSED)))),
     ]  # fmt: skip
