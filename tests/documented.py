@@ -109,7 +109,6 @@ RUN_ELSEWHERE = {
     "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,
     f"bash run_gkd.sh {POOLS} trainer.scheduler=one_step_off": _AHEAD,
     f".venv/bin/python -m hybrid_gkd.doctor {QWEN} {LARGE} {FILES}": _DOCTOR,
-    ".venv/bin/python -m hybrid_gkd.doctor": _DOCTOR,
     ".venv/bin/python -m hybrid_gkd.evaluate Qwen/Qwen3-0.6B outputs/hybrid_gkd/first/global_step_* --data val.jsonl "
     f"{LARGE}": f"{_COMMAND_LINE}::test_models_and_checkpoints_are_validated_into_one_table",
     ".venv/bin/python -m hybrid_gkd.metrics": _METRICS,
@@ -122,7 +121,7 @@ RUN_ELSEWHERE = {
 }
 """Command -> the test that runs it with models and data of its own."""
 
-_GPU, _RAY = "measures H200 cards", "`ray stop` ends every Ray process of the machine"
+_RAY = "`ray stop` ends every Ray process of the machine"
 _SUITE = "runs this test"
 _NODES = "needs several nodes"
 NOT_RUN = {
@@ -145,12 +144,6 @@ NOT_RUN = {
     "bash tests/run.sh --durations=20": _SUITE,
     "bash tests/run.sh tests/unit -k loss": _SUITE,
     "bash tests/run.sh -m gpu": "needs a GPU",
-    "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
-    "--mean-length 100000 --steps 4 --warmup 1 --schedules sync one_step_off --student-shape 1.5b --teacher-shape 7b "
-    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
-    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false":
-        _GPU,
     ".venv/bin/python benchmarks/weight_sync.py --shape tiny --gpus 2 --device cpu": "measures for half a minute",
 }
 """Command -> why no test runs it."""
