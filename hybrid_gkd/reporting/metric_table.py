@@ -298,7 +298,7 @@ def _groups(rows: dict[str, tuple[str, str]]) -> list[list[str]]:
         last = groups[-1] if groups else []
         texts = [*(rows[each][1] for each in last), meaning]
         alike = all(rows[each][0] == unit and each.rpartition("/")[0] == name.rpartition("/")[0] for each in last)
-        if last and alike and len("; ".join(texts)) <= 140 and not any(";" in text for text in texts):
+        if last and alike and len("; ".join(texts)) <= 200 and not any(";" in text for text in texts):
             last.append(name)
         else:
             groups.append([name])
