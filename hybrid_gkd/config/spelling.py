@@ -184,7 +184,7 @@ def markdown_page() -> str:
         *_table(renamed, by=lambda _, target: _section(target), cell=lambda key, target: f"`{key}`: {target}"), "",
         "## Converted", "", "| verl | here | value |", "|---|---|---|",
         *(_row((", ".join(f"`{key}`" for key in keys), *row)) for row, keys in converted.items()), "",
-        "## Accepted values", "", "Others are rejected, with the reason.", "", "| value | verl |", "|---|---|",
+        "## Accepted values", "", "| value; others are rejected, with the reason | verl |", "|---|---|",
         *(_row((values, ", ".join(f"`{key}`" for key in keys))) for values, keys in by_value.items() if len(keys) > 1),
         _row(("those given", "; ".join(f"`{keys[0]}`: {value}" for value, keys in by_value.items() if len(keys) == 1))),
         _row(("any, without effect; the reason is logged", _code(tuple(accepted)))),
@@ -246,13 +246,13 @@ BEHAVIOR = (
     (
         "spelling", "`+` and `++` before a key have no effect; `~` cannot delete keys. `--config-path` (`-cp`) "
         "is relative to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. "
-        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`",
+        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`. If a key is given in two "
+        "spellings, the values must be equal",
     ),
     (
         "log", "each converted value, and each reason why keys have no effect, is logged at the start; `--dry-run` and "
         "`config.yaml` show the spelling of this program",
     ),
-    ("duplicates", "if a key is given in two spellings, the values must be equal"),
     (
         "warm-up", "`optim.lr_warmup_steps` counts training steps in verl, and optimizer steps here. With the recipe "
         "`ppo_trainer` it is converted and logged; with another one it is a number of optimizer steps",
