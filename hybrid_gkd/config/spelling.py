@@ -246,8 +246,8 @@ BEHAVIOR = (
     (
         "spelling", "`+` and `++` before a key have no effect; `~` cannot delete keys. `--config-path` (`-cp`) "
         "is relative to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. "
-        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`. If a key is given in two "
-        "spellings, the values must be equal",
+        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`. If a key is given in "
+        "two spellings, the values must be equal",
     ),
     (
         "log", "each converted value, and each reason why keys have no effect, is logged at the start; `--dry-run` and "
