@@ -166,20 +166,27 @@ def markdown_page() -> str:
     accepted = _without_twins({key: ("", "") for keys in ACCEPTED.values() for key in keys})
     renamed = [(f"{old}*", f"`{new}*`") for old, new in SECTIONS.items()]
     renamed += [(key, keys) for key, (keys, how) in read.items() if not how]
+    converted: dict[tuple[str, str], list[str]] = {}
+    for key, (keys, how) in read.items():
+        if how:
+            converted.setdefault(("the same key" if keys == f"`{key}`" else keys, how), []).append(key)
+    by_value: dict[str, list[str]] = {}
+    for key, (values, _) in only.items():
+        by_value.setdefault(values, []).append(key)
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
         "| topic | behavior |", "|---|---|", *map(_row, BEHAVIOR), "",
         "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` matches anything. Rows",
-        "of `actor_rollout_ref.actor` and `.model` apply to `critic` and `critic.model` too, and rows of",
-        "`distillation.teacher_model.*` to `distillation.teacher_models.*`.", "",
+        "of `actor_rollout_ref.actor` and `.model` apply to `critic` and `critic.model` too, and those of",
+        "`distillation.teacher_model.inference.*` to `distillation.teacher_models.*.inference.*`.", "",
         "## Different computations", "", "| key | verl | here |", "|---|---|---|", *map(_row, COMPUTED), "",
         "## Renamed", "", "| section here | key of verl: key here |", "|---|---|",
         *_table(renamed, by=lambda _, target: _section(target), cell=lambda key, target: f"`{key}`: {target}"), "",
         "## Converted", "", "| verl | here | value |", "|---|---|---|",
-        *(_row((f"`{key}`", keys, how)) for key, (keys, how) in read.items() if how), "",
-        "## Accepted values", "", "Others are rejected, with the reason.", "", "| value | verl |", "|---|---|",
-        *_table([(key, values) for key, (values, _) in only.items()], by=lambda key, values: values,
-                cell=lambda key, values: f"`{key}`"),
+        *(_row((", ".join(f"`{key}`" for key in keys), *row)) for row, keys in converted.items()), "",
+        "## Accepted values", "", "| value; others are rejected, with the reason | verl |", "|---|---|",
+        *(_row((values, ", ".join(f"`{key}`" for key in keys))) for values, keys in by_value.items() if len(keys) > 1),
+        _row(("those given", "; ".join(f"`{keys[0]}`: {value}" for value, keys in by_value.items() if len(keys) == 1))),
         _row(("any, without effect; the reason is logged", _code(tuple(accepted)))),
         _row(("none", _code(tuple(REFUSED)))),
     ]  # fmt: skip
@@ -239,13 +246,13 @@ BEHAVIOR = (
     (
         "spelling", "`+` and `++` before a key have no effect; `~` cannot delete keys. `--config-path` (`-cp`) "
         "is relative to the working directory, or else to this repository; `--config-name` (`-cn`) may end in `.yaml`. "
-        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`",
+        "Your YAML files may have verl's keys, and a defaults list of file names with `_self_`. If a key is given in "
+        "two spellings, the values must be equal",
     ),
     (
         "log", "each converted value, and each reason why keys have no effect, is logged at the start; `--dry-run` and "
         "`config.yaml` show the spelling of this program",
     ),
-    ("duplicates", "if a key is given in two spellings, the values must be equal"),
     (
         "warm-up", "`optim.lr_warmup_steps` counts training steps in verl, and optimizer steps here. With the recipe "
         "`ppo_trainer` it is converted and logged; with another one it is a number of optimizer steps",

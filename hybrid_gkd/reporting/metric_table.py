@@ -272,19 +272,33 @@ def markdown_table() -> str:
     lines = [
         "# Metrics",
         "",
-        "Metrics have the same names on the console, in `metrics.jsonl` and in Weights & Biases. A step reports those",
-        "that apply to it. Token-level metrics of `actor/*` and `critic/vf_*` are means over the completion tokens",
-        "of the batch, on all GPUs and in all optimizer steps. A value that is not finite stops the run.",
-        "",
-        "`<phase>` and `<owner>` are rows and columns of the [residency table](architecture.md#residency), `<n>` is 1",
-        "to 4, `<which>` is `first` or `last`, `<update>` is `update_actor` or `update_critic`, `<divergence>` is",
-        "`forward_kl` or `reverse_kl`, `<statistic>` is `mean`, `max` or `min`, `<q>` is 95 or 99. This page is",
-        "generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
+        "Metrics have the same names on the console, in `metrics.jsonl` and in Weights & Biases; a step reports those",
+        "that apply to it. Token-level metrics of `actor/*` and `critic/vf_*` are means over the completion tokens of",
+        "the batch, on all GPUs and in all optimizer steps. A value that is not finite stops the run. `<phase>` and",
+        "`<owner>` are rows and columns of the [residency table](architecture.md#residency), `<n>` is 1 to 4,",
+        "`<which>` is `first` or `last`, `<update>` is `update_actor` or `update_critic`, `<divergence>` is",
+        "`forward_kl` or `reverse_kl`, `<statistic>` is `mean`, `max` or `min`, `<q>` is 95 or 99.",
+        "This page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",
     ]
-    for name, (unit, meaning) in rows.items():
+    for names in _groups(rows):
+        meaning = "; ".join(rows[name][1] for name in names)
         shown = re.sub(r"(<\w+>)", r"`\1`", meaning)  # a bare <n> would be an HTML tag
-        lines.append(f"| `{name}` | {unit} | {shown} |")
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {rows[names[0]][0]} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def _groups(rows: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """Join neighbours with one unit, one parent and short meanings, which fit into a row."""
+    groups: list[list[str]] = []
+    for name, (unit, meaning) in rows.items():
+        last = groups[-1] if groups else []
+        texts = [*(rows[each][1] for each in last), meaning]
+        alike = all(rows[each][0] == unit and each.rpartition("/")[0] == name.rpartition("/")[0] for each in last)
+        if last and alike and len("; ".join(texts)) <= 200 and not any(";" in text for text in texts):
+            last.append(name)
+        else:
+            groups.append([name])
+    return groups
