@@ -58,7 +58,8 @@ def arguments(world, out, *overrides):
         f"actor_rollout_ref.rollout.name={ENGINE}",
         "actor_rollout_ref.teacher.backend=hf", "trainer.total_training_steps=4", "trainer.save_freq=2",
         "trainer.test_freq=2", f"trainer.default_local_dir={out}", "trainer.device=cpu",
-        "actor_rollout_ref.rollout.max_num_seqs=16", *overrides,
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", *overrides,
     ]
 
 

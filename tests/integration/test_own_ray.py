@@ -25,7 +25,10 @@ def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afte
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         folder = token.parent
         assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(token.stat().st_mode)) == (0o700, 0o600)
-        processes = [each for each in psutil.process_iter() if str(folder) in " ".join(each.cmdline())]
+        processes = list[psutil.Process]()
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):  # zombies included
+                processes += [each] if str(folder) in " ".join(each.cmdline()) else []
         processes = [each for each in processes if each.name() != "sh"]  # the guard, which is none of Ray's
         assert {"gcs_server", "raylet"} <= {each.name() for each in processes}
         for each in processes:

@@ -383,7 +383,7 @@ def test_the_service_ends_with_its_parent_and_deletes_their_keys(model_path, tmp
         (["--ckpt-path", "{model}", "--keys", "/no/keys"], "/no/keys: a folder of keys must have one .key_secret file"),
         (["--ckpt-path", "{model}", "--port", "{taken}"], "--port {taken}: cannot bind .* another process uses it"),
         (["--ckpt-path", "{model}", "--tp-size", "2"], "--tp-size 2: tensor parallelism needs --backend vllm"),
-        (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: on the CPU"),
+        (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: must be auto or float32 on the CPU"),
     ],
 )
 def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher, arguments, text):

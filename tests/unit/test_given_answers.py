@@ -26,7 +26,8 @@ def configure(student="unused", *overrides):
         "data.train_files=unused", f"actor_rollout_ref.model.path={student}", "data.response_key=response",
         "actor_rollout_ref.teacher.model.path=unused", f"data.train_batch_size={BATCH}", "data.max_prompt_length=8",
         "data.max_response_length=8", f"actor_rollout_ref.rollout.n={N}", f"distillation.topk={VOCABULARY}",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32", "trainer.save_freq=0", "data.shuffle=false", *overrides,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32", "trainer.save_freq=0", "data.shuffle=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}", *overrides,
     ])  # fmt: skip
 
 

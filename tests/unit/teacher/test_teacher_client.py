@@ -528,7 +528,7 @@ def test_a_restarted_server_with_another_teacher_is_refused_unless_allowed(chang
     with Server(replace, model=first) as server, connect(server, allow_change=True) as client:
         client.handshake(**STUDENT)
         expect_scores(client.submit(batch), batch)
-    assert re.search(f"{found}; training goes on", caplog.text)
+    assert re.search(f"{found}; training continues", caplog.text)
 
 
 @pytest.mark.slow
