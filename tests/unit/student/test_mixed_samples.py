@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.errors import TrainingError
+from hybrid_gkd.losses import head
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.critic import Critic
@@ -58,6 +59,7 @@ def models(tmp_path_factory):
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, layers=1)
     with pytest.MonkeyPatch.context() as patch, single_process_group():
         patch.setitem(sharded_model.DTYPES, "fp64", torch.float64)
+        patch.setattr(head, "OVERLAP_ROWS", 10**6)  # of more rows it takes a sample
         found = {}
         for kind, overrides in KINDS.items():
             mode = "seq-mean-token-mean" if kind == "gspo" else "token-mean"
