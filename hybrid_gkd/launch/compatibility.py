@@ -15,9 +15,9 @@ from hybrid_gkd.config import RunTeacher
 from hybrid_gkd.data.chat_template import tokenize_chats
 from hybrid_gkd.errors import DataError, TeacherMismatch, prefix_errors
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.each_teacher import for_each_teacher
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
-from hybrid_gkd.launch.routing import for_each_teacher
 from hybrid_gkd.launch.teacher import connect, opened_store
 from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, teacher_settings

@@ -20,9 +20,9 @@ from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import load, parse
 from hybrid_gkd.launch.compatibility import check_confidence
+from hybrid_gkd.launch.each_teacher import for_each_teacher
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
-from hybrid_gkd.launch.routing import for_each_teacher
 from hybrid_gkd.launch.self_test import self_test
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu

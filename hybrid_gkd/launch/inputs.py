@@ -25,9 +25,9 @@ from hybrid_gkd.launch.data_checks import (
     check_teacher_prompts,
     describe_dropped_prompts,
 )
+from hybrid_gkd.launch.each_teacher import describe_routing, for_each_teacher, teacher_column
 from hybrid_gkd.launch.plan import OWN_WEIGHTS
 from hybrid_gkd.launch.presence import check_model_folder
-from hybrid_gkd.launch.routing import describe_routing, for_each_teacher, teacher_column
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import (
     check_end,
@@ -45,8 +45,8 @@ from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
-from hybrid_gkd.student.loading import build_model
 from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
+from hybrid_gkd.student.pretrained import build_model
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys

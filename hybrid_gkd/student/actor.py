@@ -22,7 +22,6 @@ from hybrid_gkd.losses.head import LossFunction, RowStatistics
 from hybrid_gkd.losses.objective import Objective
 from hybrid_gkd.losses.selection import highest
 from hybrid_gkd.losses.token_weights import num_selected
-from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import (
     LogprobModel,
     by_sample,
@@ -37,6 +36,7 @@ from hybrid_gkd.student.logprob_model import (
     top_candidates,
 )
 from hybrid_gkd.student.moving_average import MovingAverage
+from hybrid_gkd.student.pretrained import PATH_KEY
 from hybrid_gkd.student.sharded_model import learning_rate
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId, TopK

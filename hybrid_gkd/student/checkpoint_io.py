@@ -20,8 +20,8 @@ from hybrid_gkd.models.adapters import adapter_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.rollout.weights import unique_tensors
 from hybrid_gkd.runtime.files import FileSum, share_as_folder
-from hybrid_gkd.student.loading import local_rows
 from hybrid_gkd.student.lora import gather_adapter, write_adapter
+from hybrid_gkd.student.pretrained import local_rows
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.student.sharded_model import ShardedModel
 

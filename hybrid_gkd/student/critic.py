@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hybrid_gkd.config import Config
 from hybrid_gkd.losses.value import clipped_value_loss
 from hybrid_gkd.models.packed_attention import PackedBatch
-from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import (
     by_sample,
     check_supported,
@@ -23,6 +22,7 @@ from hybrid_gkd.student.logprob_model import (
     join_signals,
     pack_samples,
 )
+from hybrid_gkd.student.pretrained import PATH_KEY
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId
 

@@ -24,7 +24,7 @@ from hybrid_gkd.models.adapters import (
     open_adapter,
 )
 from hybrid_gkd.rollout.weights import gather_in_buckets
-from hybrid_gkd.student.loading import local_rows
+from hybrid_gkd.student.pretrained import local_rows
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hybrid_gkd.config import Config, FSDPConfig
-from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import LogprobModel, sampled_logprobs, top_candidates
+from hybrid_gkd.student.pretrained import PATH_KEY
 from hybrid_gkd.student.sharded_model import ShardedModel
 from hybrid_gkd.types import Sample, SampleId, TopK
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig, RewardModelConfig
 from hybrid_gkd.errors import prefix_errors
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
-from hybrid_gkd.student.loading import build_model, check_head, classifier_head
 from hybrid_gkd.student.logprob_model import check_no_leaks, hidden_states
+from hybrid_gkd.student.pretrained import build_model, check_head, classifier_head
 from hybrid_gkd.student.sharded_model import ShardedModel
 from hybrid_gkd.types import RewardText
 

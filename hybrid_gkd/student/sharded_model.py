@@ -27,9 +27,9 @@ from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weight
 from hybrid_gkd.models.fast_layers import use_liger
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
 from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, identity_shard, layout_of
-from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 from hybrid_gkd.student.moving_average import MovingAverage
+from hybrid_gkd.student.pretrained import PATH_KEY, build_model, classifier_head, load_shards, materialize
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from transformers import (
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import logprob_model as logprob_model_module
-from hybrid_gkd.student.loading import build_model
 from hybrid_gkd.student.logprob_model import LogprobModel, check_packing
+from hybrid_gkd.student.pretrained import build_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

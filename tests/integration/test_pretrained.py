@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForC
 
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
-from hybrid_gkd.student import loading
+from hybrid_gkd.student import pretrained
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
 from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config
@@ -120,14 +120,14 @@ def compare(config):
     records, reads = [], []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    loading.logger.addHandler(handler)
-    real_open = loading.safe_open
-    loading.safe_open = lambda *args, **kwargs: CountingFile(real_open(*args, **kwargs), reads)
+    pretrained.logger.addHandler(handler)
+    real_open = pretrained.safe_open
+    pretrained.safe_open = lambda *args, **kwargs: CountingFile(real_open(*args, **kwargs), reads)
     try:
         actor = Actor(config, device=CPU, num_updates=1)
     finally:
-        loading.logger.removeHandler(handler)
-        loading.safe_open = real_open
+        pretrained.logger.removeHandler(handler)
+        pretrained.safe_open = real_open
     local = {name: p.to_local().numel() for name, p in actor.hf_model.named_parameters()}
     path, dtype = config.actor_rollout_ref.model.path, next(actor.hf_model.parameters()).dtype
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -265,7 +265,7 @@ def test_a_missing_head_of_an_untied_model_is_named(ranks, tmp_path):
 
 
 def build(folder, override_config=None):
-    return loading.build_model(
+    return pretrained.build_model(
         str(folder), dtype=torch.float32, trust_remote_code=False, override_config=override_config or {}
     )
 
