@@ -109,8 +109,10 @@ class TeacherScorer:
                     deadline = time.monotonic() + limit.seconds
                     waited.restart_timeout()
                 elif time.monotonic() > deadline:
-                    raise TeacherTimeout(f"{len(scores)} samples were neither scored nor rejected in {limit}, "
-                        "a defect of the teacher client: report it with run.log")
+                    raise TeacherTimeout(
+                        f"{len(scores)} samples were neither scored nor rejected in {limit}, a defect of the teacher "
+                        "client: report it with run.log"
+                    )
                 check()
                 until = FIRST_EXCEPTION if len(found) + len(scores) == enough else FIRST_COMPLETED
                 wait(scores.values(), timeout=CHECK_SECONDS, return_when=until)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
 
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.losses import head
@@ -53,6 +54,11 @@ def load(model, *overrides):
     return config
 
 
+def norm(self, hidden):
+    """Normalise in the type of `hidden`: transformers does it in float32, which rounds differently in other batches."""
+    return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return configuration and trained model of each kind, in float64 at a learning rate of 0; and the plain model."""
@@ -60,6 +66,7 @@ def models(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, single_process_group():
         patch.setitem(sharded_model.DTYPES, "fp64", torch.float64)
         patch.setattr(head, "OVERLAP_ROWS", 10**6)  # of more rows it takes a sample
+        patch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", norm)
         found = {}
         for kind, overrides in KINDS.items():
             mode = "seq-mean-token-mean" if kind == "gspo" else "token-mean"
@@ -232,7 +239,7 @@ def trained(model, samples, cuts, first):
 
 def assert_equal(found, grads, want, parameters, metrics):
     for name, gradient in zip(parameters, torch.autograd.grad(want, parameters.values()), strict=True):
-        assert (grads[name] - gradient).norm() < 5e-5 * (1 + gradient.norm()), name  # norms are float32
+        assert (grads[name] - gradient).norm() < 1e-5 * (1 + gradient.norm()), name
     extra = {"actor/loss", "actor/grad_norm", "actor/lr", "critic/vf_loss", "critic/grad_norm", "critic/lr"}
     assert found.keys() - extra == metrics.keys()
     for name, value in metrics.items():
