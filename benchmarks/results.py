@@ -123,7 +123,7 @@ class Method:
     """Overrides of config/gpu_demo.yaml."""
     given: str | None = None
     """Source of given completions: "data", "teacher", or None."""
-    settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 64))
+    settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 16))
     how: str = "program"
     """"program" or "trl"."""
 
@@ -163,12 +163,12 @@ MANY = {
     "grpo": GRPO,
     "trl": Method(title="TRL's on-policy distillation", how="trl", settings=grid((5e-4,), (32,))),
 }
-LENGTHS = (0.3, 1.0)
+LENGTHS = (1.0, 0.3)
 """Supervised training needs fewer passes over few prompts."""
 FEW_METHODS = {name: MANY[name] for name in ("opd", "mixed", "off_policy", "sft_teacher", "sft_data", "grpo")} | {
     name: replace(MANY[name], settings=grid((3e-4, 1e-4, 1e-3), (32,), LENGTHS))
     for name in ("off_policy", "sft_teacher", "sft_data")
-} | {name: replace(MANY[name], settings=grid((3e-4, 1e-3, 1e-4), (32, 64))) for name in ("opd", "mixed")}
+} | {name: replace(MANY[name], settings=grid((3e-4, 1e-3, 1e-4), (32, 16))) for name in ("opd", "mixed")}
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
     "sft_teacher": Method(title="then more SFT", overrides=f"{SFT} {GIVEN}"),
@@ -180,11 +180,11 @@ WARM_METHODS = {
     ),
 }
 COMPRESS_METHODS = {
-    "opd": replace(MANY["opd"], settings=grid((3e-4, 1e-3, 1e-4), (32, 128))),
-    "off_policy": replace(MANY["off_policy"], settings=grid((3e-4, 1e-3, 1e-4), (32, 128), (2.5,))),
+    "opd": replace(MANY["opd"], settings=grid((6e-4, 1e-3, 3e-4), (128, 64))),
+    "off_policy": replace(MANY["off_policy"], settings=grid((6e-4, 1e-3, 3e-4), (128, 64))),
     # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
     "sft_teacher": Method(
-        title=MANY["sft_teacher"].title, given="teacher", settings=grid((3e-4, 1e-3, 1e-4), (32, 128), (3.0,)),
+        title=MANY["sft_teacher"].title, given="teacher", settings=grid((6e-4, 1e-3, 3e-4), (128, 64)),
         overrides=f"{GIVEN} trainer.warmup_steps_sft=${{trainer.total_training_steps}} {SFT_COSINE} "
         f"{ACTOR}.optim_sft.lr=${{{ACTOR}.optim.lr}}",
     ),
@@ -201,7 +201,8 @@ REGIMES = {
     "compress": Regime(
         title="A pretrained model without some of its layers", kept=True, methods=COMPRESS_METHODS,
         overrides=f"reward.answer_key=null data.max_prompt_length=256 data.max_response_length=256 "
-        f"data.train_batch_size=${{by_device:128,8}} {ROLLOUT}.val_kwargs.temperature=1 "
+        f"data.train_batch_size=${{by_device:1024,8}} {ROLLOUT}.max_num_seqs=${{by_device:1024,8}} "
+        f"{ROLLOUT}.val_kwargs.temperature=1 "
         f"{ACTOR}.ppo_max_token_len_per_gpu=${{by_device:32768,4096}} data.filter_overlong_prompts=true",
     ),
 }
@@ -516,8 +517,8 @@ def write_prompts(runs: list[Run], settings: Settings) -> None:
     with open(settings.paths.train, encoding="utf-8") as file:
         rows = [json.loads(line) for line in itertools.islice(file, settings.steps * BATCH[settings.device])]
     written: list[dict[str, Any]] = []
-    if any(run.method.given == "teacher" for run in runs):
-        written = write_completions(rows, settings)
+    if given := next((run for run in runs if run.method.given == "teacher"), None):
+        written = write_completions(rows, given, settings)
     for run in runs:
         file = settings.prompts(run)
         if not file.exists():
@@ -528,14 +529,17 @@ def write_prompts(runs: list[Run], settings: Settings) -> None:
             write_rows(file, own[: run.regime.prompts])
 
 
-def write_completions(rows: list[Row], settings: Settings) -> list[dict[str, Any]]:
-    """The rows with the teacher's completions, cut ones left out, which are drawn once; stores the seconds of each."""
+def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dict[str, Any]]:
+    """The rows with the teacher's completions, cut ones left out, which are drawn once; stores the seconds of each.
+
+    All runs with the same models have the length limit of this one.
+    """
     prompts, out = settings.written.with_suffix(".prompts.jsonl"), settings.written
     seconds = out.with_suffix(".seconds")
     if not seconds.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         write_rows(prompts, rows)
-        config = load_config([f"trainer.device={settings.device}", *settings.overrides], config_name="gpu_demo")
+        config = load_config(program_overrides(run, settings, Path("unused")), config_name="gpu_demo")
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "generate", str(prompts), "--ckpt-path",
             str(settings.paths.teacher), "--out", str(out), "--response-key", "given", "--device", settings.device,
