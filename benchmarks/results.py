@@ -180,11 +180,11 @@ WARM_METHODS = {
     ),
 }
 COMPRESS_METHODS = {
-    "opd": replace(MANY["opd"], settings=grid((6e-4, 1e-3, 3e-4), (128, 64))),
-    "off_policy": replace(MANY["off_policy"], settings=grid((6e-4, 1e-3, 3e-4), (128, 64))),
+    "opd": replace(MANY["opd"], settings=grid((3e-4, 6e-4, 1e-3), (16, 128))),
+    "off_policy": replace(MANY["off_policy"], settings=grid((3e-4, 6e-4, 1e-3), (16, 128))),
     # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
     "sft_teacher": Method(
-        title=MANY["sft_teacher"].title, given="teacher", settings=grid((6e-4, 1e-3, 3e-4), (128, 64)),
+        title=MANY["sft_teacher"].title, given="teacher", settings=grid((3e-4, 6e-4, 1e-3), (16, 128)),
         overrides=f"{GIVEN} trainer.warmup_steps_sft=${{trainer.total_training_steps}} {SFT_COSINE} "
         f"{ACTOR}.optim_sft.lr=${{{ACTOR}.optim.lr}}",
     ),
