@@ -28,6 +28,7 @@ from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
+from hybrid_gkd.ppo.snapshots import NoSnapshots, Snapshots
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
@@ -130,7 +131,7 @@ class PPOTrainer:
         self.critic = CriticStage(config, group, self.clock) if config.uses_critic else None
         self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
         self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
-        self.guards = Guards()
+        self.guards, self.snapshots = Guards(), NoSnapshots()
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_consistent = True
         """Whether the actor's weights are those of `step`; False during optimizer steps."""
@@ -164,10 +165,11 @@ class PPOTrainer:
             raise
         finally:
             if self.step < self.total_steps:
-                self._log_resume_hint()
+                self.saving.log_resume_hint(self.step)
 
     def _train_step(self, rollout: Rollout) -> None:
         """Update, publish, validate, report, save. A requested stop skips publishing and validation."""
+        self.snapshots.poll()
         metrics = self._unreported = self._update_actor(rollout)
         self.step, self.extra_batches, self._weights_consistent = rollout.step, rollout.extra_batches, True
         self.kl_penalty.end_step()
@@ -175,6 +177,7 @@ class PPOTrainer:
         if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self._continues():
             with self.clock.span("save_checkpoint"):
                 self.saving.take_snapshot()  # before publishing, while the whole state is on the devices
+        self.snapshots.take(self.step)
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         if validates or (not ends_here and self.generation.draws(self.step + 1 + self._rollouts.depth)):
             self._publish_weights()
@@ -195,6 +198,7 @@ class PPOTrainer:
             self.store.reserve()
         if saves:
             self._save()
+        self.snapshots.start()
 
     def _end_early(self) -> None:
         """Save the last step unless it is saved already."""
@@ -370,6 +374,12 @@ class PPOTrainer:
             self.first_metrics |= before
         self.last_metrics = kept
 
+    def take_snapshots(self) -> None:
+        """Take snapshots from now on. Raises CheckpointError: their folder cannot be created."""
+        self.snapshots = Snapshots(
+            self.config.trainer, self.saving, self.store, self.clock, state=self._state, continues=self._continues
+        )
+
     def _continues(self) -> bool:
         return self.step < self.total_steps and not self.stop_requested()
 
@@ -388,9 +398,10 @@ class PPOTrainer:
         """After a failure, save the last step if the workers respond and their weights are consistent."""
 
         def nothing_new() -> bool:
-            return self.step == self.saving.step or not self._weights_consistent
+            saves = self.config.trainer.save_freq != 0 and self._weights_consistent
+            return not saves or self.step == self.saving.step
 
-        if self.config.trainer.save_freq == 0 or (nothing_new() and not self.saving.is_writing):
+        if nothing_new() and not self.saving.is_writing:
             return
         text = "training failed, saving the last completed step: %s"  # logged first, because saving may take long
         logger.error(text, cause if isinstance(cause, HybridGKDError) else repr(cause))
@@ -410,18 +421,6 @@ class PPOTrainer:
         except Exception as error:  # `cause` is the error to raise
             logger.warning("cannot save the state after step %d: %s", self.step, error)
 
-    def _log_resume_hint(self) -> None:
-        """Log the newest complete checkpoint of an unfinished run, and the number of lost steps."""
-        self.saving.settle()
-        lost = self.step - self.saving.step
-        left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
-        if self.checkpoint is None:
-            logger.warning("no checkpoint to resume from%s", left)
-        else:
-            logger.warning("resume from: %s, after step %d%s", self.checkpoint, self.saving.step, left)
-        if (best := self.saving.best) is not None:
-            logger.warning("best checkpoint: %s, %s %.5g", self.store.folder(best.step), best.metric, best.value)
-
     def _state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)
         return TrainerState(
@@ -432,9 +431,9 @@ class PPOTrainer:
     def _resume(self, folder: Path) -> None:
         state = state_to_resume(folder, self.config, self.num_train_prompts)
         self.group.load_checkpoint(folder)
-        self.step = self.saving.step = state.step
+        self.step = state.step
+        self.saving.resume(folder, state)
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
         self.best = self.saving.best = best_to_resume(self.config.trainer.best_metric, state, self.store)
         self.kl_penalty.resume(state.kl_coef)
-        self.saving.newest = folder
