@@ -19,7 +19,7 @@ from hybrid_gkd.launch.each_teacher import for_each_teacher
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect, opened_store
-from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, teacher_settings
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher.protocol import ModelInfo
@@ -62,21 +62,27 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
             )
         check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=teacher.key)
         return "\n".join([f"{stored} has the student's vocabulary", *changed])
+    other = facts.other_tokenizers.get(teacher.key)
     if section.server_ip is not None:
-        with connect(teacher, facts.tokenizer, section.endpoints) as client:
+        num_ids = None if other is None else num_token_ids(other)
+        with connect(teacher, other or facts.tokenizer, section.endpoints, num_ids=num_ids) as client:
             model = next(iter(client.served.values()))
+        if other is not None:
+            return "\n".join([f"{model.model} has another tokenizer", *check_same_teacher(facts, teacher, model)])
         check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=teacher.key)
         changed = check_same_teacher(facts, teacher, model)
         check_ends_and_template(facts, teacher, model.model, model.chat_template, list(model.stop_token_ids))
         return "\n".join([f"{model.model} scores the student's completions", *changed])
     own, path = facts.teacher_tokenizers[teacher.label], section.model.path
     assert path is not None
+    if other is not None:
+        return f"{path} has another tokenizer"
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
         raise TeacherMismatch(
             f"{TEACHER_PATH}: teacher and student must have the same vocabulary; "
             f"teacher {path} has {len(own)} tokens (hash {tokenizer_hash(own)[:12]}), student "
             f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
-            f"(hash {tokenizer_hash(facts.tokenizer)[:12]})"
+            f"(hash {tokenizer_hash(facts.tokenizer)[:12]}); distillation.cross_tokenizer=spans aligns them"
         )
     theirs, ours = special_tokens(own), special_tokens(facts.tokenizer)
     if differ := [f"{name}: {theirs[name]!r}, {ours[name]!r}" for name in ours if theirs[name] != ours[name]]:
@@ -155,7 +161,9 @@ def check_confidence(facts: Facts, teacher: RunTeacher, client: TeacherClient) -
         prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
         for prompt in itertools.islice(own, NUM_PROMPTS)
     ]
-    ends = facts.stop_token_ids
+    ends, model = facts.stop_token_ids, next(iter(client.served.values()))
+    if teacher.key in facts.other_tokenizers:
+        ends = list(model.stop_token_ids)
     with client.uncounted():
         logprobs = greedy_logprobs(client, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
     if not logprobs:

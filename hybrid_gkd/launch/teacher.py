@@ -25,6 +25,7 @@ from hybrid_gkd.config import (
 )
 from hybrid_gkd.errors import ConfigError, rename_section
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.other_tokenizer import make_scorer
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
@@ -56,13 +57,14 @@ def connect(
     fewer than the student's.
     """
     config, section, model = teacher.config, teacher.section, teacher.config.actor_rollout_ref.model
-    hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     num_tokens = num_token_ids(tokenizer)
+    if num_ids is None:
+        hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+        num_ids = min(hf_config.get_text_config().vocab_size, num_tokens)
     assert section.num_microbatches is not None  # null has been replaced by the default
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
-        vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
-        connect_timeout=section.connect_timeout,
+        vocab_size=num_ids, connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
         # One request at a time: then every batch of the engine is one request.
         n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
@@ -232,9 +234,10 @@ class RunTeachers:
                 self._connect(teacher, [local.address], local.keys, replicas=self.places[teacher.label].replicas)
 
     def _connect(self, teacher: RunTeacher, endpoints: list[str], keys: Path | None = None, replicas: int = 1) -> None:
-        client = connect(
-            teacher, self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=self.facts.num_ids
-        )
+        other, num_ids = self.facts.other_tokenizers.get(teacher.key), self.facts.num_ids
+        if other is not None:
+            num_ids = num_token_ids(other)
+        client = connect(teacher, other or self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=num_ids)
         self.clients[teacher.label] = self.stack.enter_context(client)
 
     def scorer(self) -> TeacherScorer:
@@ -245,7 +248,8 @@ class RunTeachers:
             with rename_section(UNNAMED, teacher.where):
                 client = self.clients.get(teacher.label)
                 cached = with_cache(teacher.config, facts.tokenizer, client, facts.num_ids)
-                own = TeacherScorer(self.stack.enter_context(cached))
+                served = next(iter(client.served.values())) if client is not None else None
+                own = make_scorer(facts, teacher, self.stack.enter_context(cached), served)
             if not has_several_teachers(facts.config):
                 return own
             groups[teacher.key][teacher.where.rpartition(".")[2]] = teacher.weight, own

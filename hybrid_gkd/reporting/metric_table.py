@@ -137,6 +137,17 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/unscored_fraction": (
         "fraction", "Samples of the rollout without teacher, for which distillation.teacher_prompt_fn returned None"
     ),
+    "teacher/tokens/matched_fraction": (
+        "fraction", "Completion tokens of the student that are one token of a teacher with another tokenizer "
+        "(distillation.cross_tokenizer)"
+    ),
+    "teacher/tokens/span_fraction": (
+        "fraction", "Completion tokens that are scored in spans of several tokens of teacher or student"
+    ),
+    "teacher/tokens/unscored_fraction": (
+        "fraction", "Completion tokens without effect: in spans with cross_tokenizer=map, beyond the teacher's length, "
+        "or special tokens without counterpart"
+    ),
     "teacher/hidden_fraction": (
         "fraction", "Fraction of timing/get_teacher_knowledge that overlaps with generation or updates and not with a "
         "wait for the teacher, since the last report"
