@@ -72,38 +72,39 @@ class Spelling:
         """Return the bytes of tokens."""
         return b"".join(self.bytes[number] or b"" for number in ids)
 
-    def encode(self, data: bytes) -> tuple[list[int], np.ndarray]:
-        """Return the tokens of a text, which need not be valid UTF-8, and where each one ends in it, int64.
+    def encode(self, data: bytes) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Return the tokens of a text, which need not be valid UTF-8, and where each one starts and ends, int64.
 
-        They end early if the tokenizer has no token for a byte. A first token that spells more than the text begins
+        They end early if the tokenizer has no token for a byte. A token with a space that the text does not have starts
         before it.
         """
-        ids, ends, start = list[int](), list[np.ndarray](), 0
+        ids, places, start = list[int](), [np.zeros((2, 0), np.int64)], 0
         for run in _runs(data):
             try:
                 text = run.decode()
             except UnicodeDecodeError:
                 if (byte := self.by_bytes.get(run)) is None:
                     break
-                found, own = [byte], np.array([len(run)])
+                found, own = [byte], np.array([[0], [len(run)]])
             else:
                 found, own = self._encode_run(text, run)
             ids += found
-            ends.append(start + own)
+            places.append(start + own)
             start += len(run)
-        return ids, np.concatenate([np.zeros(0, np.int64), *ends])
+        starts, ends = np.concatenate(places, 1)
+        return ids, starts, ends
 
     def _encode_run(self, text: str, run: bytes) -> tuple[list[int], np.ndarray]:
         encoded = self._backend.encode(text, add_special_tokens=False)
-        ends = np.cumsum(self.lengths[encoded.ids])
-        spelled = self.spell(encoded.ids)
-        if spelled != run and spelled != self.lead + run:  # normalised, or with spaces that no token has
-            starts = np.cumsum([0, *(len(character.encode()) for character in text)])
-            ends = np.maximum.accumulate(starts[[end for _, end in encoded.offsets]])
-            ends[-1:] = len(run)
-        elif spelled != run:
-            ends = ends - len(self.lead)
-        return encoded.ids, ends
+        spelled, lengths = self.spell(encoded.ids), self.lengths[encoded.ids]
+        if spelled in (run, self.lead + run):
+            ends = np.cumsum(lengths) - (len(spelled) - len(run))
+            return encoded.ids, np.stack([ends - lengths, ends])
+        # The text is normalised, or has spaces that no token has: they belong to the token behind them.
+        places = np.cumsum([0, *(len(character.encode()) for character in text)])
+        ends = np.maximum.accumulate(places[[end for _, end in encoded.offsets]])
+        ends[-1:] = len(run)
+        return encoded.ids, np.stack([np.concatenate([[0], ends[:-1]])[: len(ends)], ends])
 
     def split(self, pieces: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Return the tokens with which a text continues by each of the pieces; none where there are none.

@@ -97,10 +97,7 @@ class Aligner:
         return Tokens(ids=numbers, starts=ends - lengths, ends=ends)
 
     def _teacher_text(self, text: bytes, start: int) -> Tokens:
-        ids, ends = self.events.teacher.encode(text)
-        starts = np.concatenate([np.zeros(min(1, len(ids)), np.int64), ends[:-1]])
-        if len(ids) and self.events.teacher.lengths[ids[0]] > ends[0]:
-            starts[0] = ends[0] - self.events.teacher.lengths[ids[0]]
+        ids, starts, ends = self.events.teacher.encode(text)
         return Tokens(ids=np.array(ids, np.int32), starts=start + starts, ends=start + ends)
 
 
