@@ -36,7 +36,8 @@ class Spelling:
     """
 
     def __init__(self, tokenizer: Any, name: str, *, ends: Collection[int] = ()):
-        self.name, self._backend = name, getattr(tokenizer, "backend_tokenizer", None)
+        self.name = name
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise ModelError(f"{name}: its tokens cannot be aligned by bytes: it has no tokenizer.json")
         kinds = set(_types(json.loads(self._backend.to_str())["decoder"]))
@@ -65,8 +66,8 @@ class Spelling:
         self._longest = max(map(len, self.by_bytes))
         self.lead = b" " if self.spell(self._encode("a")) == b" a" else b""
         """A space that the first token of a text spells beside the text."""
-        if (found := self.spell(self._encode(PROBE))) != self.lead + PROBE.encode():
-            raise ModelError(f"{name}: its tokens cannot be aligned by bytes: it encodes {PROBE!r} as {found!r}")
+        if (probed := self.spell(self._encode(PROBE))) != self.lead + PROBE.encode():
+            raise ModelError(f"{name}: its tokens cannot be aligned by bytes: it encodes {PROBE!r} as {probed!r}")
 
     def spell(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of tokens."""

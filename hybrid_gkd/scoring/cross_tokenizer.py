@@ -49,7 +49,8 @@ class Aligner:
 
     def __init__(self, events: TokenEvents, *, limit: int):
         self.events, self.limit = events, limit
-        self._role = {number: each for each, same in reversed(events.roles.items()) for number in same}
+        roles = reversed(list(events.roles.items()))
+        self._role = {number: each for each, same in roles for number in same}
         """Special tokens of the student -> the teacher's."""
 
     def align(self, task: Task, sample: Sample) -> Alignment:
@@ -254,8 +255,9 @@ def _spans(events: TokenEvents, alignment: Alignment, scores: TopK, sampled: np.
         start, end = int(alignment.student.starts[row]), int(alignment.student.ends[row])
         found, sampled[row] = events.in_span(alignment.teacher, scores, start, end)
         for ids, mass in found:
-            kept = sorted((number for number in ids if number < events.num_ids), key=lambda each: (each != own, each))
-            del kept[largest:]
+            kept = [number for number in ids if number < events.num_ids]
+            if len(kept) > 1:
+                kept = sorted(kept, key=lambda each: (each != own, each))[:largest]
             rows.append(row)
             sizes.append(len(kept))
             masses.append(mass)

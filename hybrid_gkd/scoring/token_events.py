@@ -11,10 +11,12 @@ C columns.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +24,8 @@ import numpy as np
 from hybrid_gkd.models.spelling import Spelling
 from hybrid_gkd.types import TopK
 
-LEAVES = 16
-"""Candidates per token of the teacher in a span; further ones are in the tail."""
+LEAVES, LEAST = 16, 1e-3
+"""Candidates per token of the teacher in a span, and their least probability; further ones are in the tail."""
 LARGEST_EVENT = 0.25
 """Fraction of the columns that one event may have; of more tokens the first ones, in BPE the most frequent ones."""
 CACHED_PIECES = 1 << 16
@@ -88,24 +90,28 @@ class TokenEvents:
         self._first_of = functools.lru_cache(CACHED_PIECES)(self._first_of_bytes)
 
     def matched(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the events of rows: row, event and log-probability, [E] each, the most likely first in each row; and
-        the mass of candidates without an event, [R].
+        """Return the events of rows: row, event and log-probability, [E] each, by their likeliest candidate in each
+        row; and the mass of candidates without an event, [R].
 
         Args:
-            ids: int32 [R, K], the teacher's candidates.
+            ids: int32 [R, K], the teacher's candidates, most likely first.
             logprobs: float32 [R, K].
         """
         events = self.event[ids]
-        without = np.where(events < 0, np.exp(logprobs, dtype=np.float64), 0.0).sum(1)
-        rows, columns = np.nonzero(events >= 0)
-        keys = rows * len(self.event) + events[rows, columns]
-        keys, places, numbers, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
-        found = logprobs[rows, columns]
-        sums = np.bincount(numbers, np.exp(found, dtype=np.float64), len(keys))
-        merged = np.where(counts == 1, found[places], np.log(np.maximum(sums, 1e-300)).astype(np.float32))
-        rows, events = np.divmod(keys, len(self.event))
-        order = np.lexsort((-merged, rows))
-        return rows[order], events[order], merged[order], without
+        order = np.argsort(events, 1, kind="stable")
+        ordered = np.take_along_axis(events, order, 1)
+        starts = np.flatnonzero(np.diff(ordered, axis=1, prepend=-2))
+        rows, columns = starts // events.shape[1], order.ravel()[starts]
+        masses = np.exp(np.take_along_axis(logprobs, order, 1), dtype=np.float64).ravel()
+        sums = np.add.reduceat(masses, starts) if len(starts) else masses
+        alone = np.diff(starts, append=events.size) == 1
+        merged = np.full(events.shape, np.nan, np.float32)
+        with np.errstate(divide="ignore"):
+            merged[rows, columns] = np.where(alone, logprobs[rows, columns], np.log(sums))
+        unknown = events < 0
+        without = np.nansum(np.exp(np.where(unknown, merged, np.nan), dtype=np.float64), 1)
+        rows, columns = np.nonzero(~(unknown | np.isnan(merged)))
+        return rows, events[rows, columns], merged[rows, columns], without
 
     def in_span(
         self, tokens: Tokens, scores: TopK, start: int, end: int
@@ -153,7 +159,9 @@ class TokenEvents:
 
     def _candidates(self, scores: TopK, place: int, own: int) -> list[tuple[int, float]]:
         """Return the likeliest candidates after a token with log-probabilities, the text's own token included."""
-        found = list(zip(scores.ids[place, :LEAVES].tolist(), scores.logprobs[place, :LEAVES].tolist(), strict=True))
+        logprobs = scores.logprobs[place, :LEAVES].tolist()
+        number = bisect.bisect(logprobs, -math.log(LEAST), key=lambda value: -value)
+        found = list(zip(scores.ids[place, :number].tolist(), logprobs[:number], strict=True))
         if all(number != own for number, _ in found):
             found.append((own, float(scores.sampled_logprobs[place])))
         return found
@@ -183,15 +191,15 @@ class _Groups:
         self._events: list[tuple[set[int], float] | None] = []
         self._places: dict[int, int] = {}
 
-    def add(self, ids: Collection[int], mass: float) -> None:
-        """Add an outcome; without a token of the student it belongs to the tail."""
-        ids = {number for number in ids if number >= 0}
-        for place in {self._places[number] for number in ids if number in self._places}:
+    def add(self, ids: set[int], mass: float) -> None:
+        """Add an outcome; without a token of the student, -1, it belongs to the tail."""
+        ids.discard(-1)
+        for place in {self._places[number] for number in ids & self._places.keys()}:
             joined = self._events[place]
             assert joined is not None
             ids, mass, self._events[place] = ids | joined[0], mass + joined[1], None
         if ids:
-            self._places |= dict.fromkeys(ids, len(self._events))
+            self._places.update(dict.fromkeys(ids, len(self._events)))
             self._events.append((ids, mass))
 
     @property
