@@ -137,16 +137,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/unscored_fraction": (
         "fraction", "Samples of the rollout without teacher, for which distillation.teacher_prompt_fn returned None"
     ),
-    "teacher/tokens/matched_fraction": (
-        "fraction", "Completion tokens of the student that are one token of a teacher with another tokenizer "
-        "(distillation.cross_tokenizer)"
-    ),
-    "teacher/tokens/span_fraction": (
-        "fraction", "Completion tokens that are scored in spans of several tokens of teacher or student"
-    ),
-    "teacher/tokens/unscored_fraction": (
-        "fraction", "Completion tokens without effect: in spans with cross_tokenizer=map, beyond the teacher's length, "
-        "or special tokens without counterpart"
+    **_expand(
+        "teacher/tokens/<how>_fraction", "fraction", "Completion tokens with distillation.cross_tokenizer: one token of "
+        "the teacher; in spans; without effect (with cross_tokenizer=map those in spans, else beyond the teacher's "
+        "length, or special tokens without counterpart)", how=("matched", "span", "unscored"),
     ),
     "teacher/hidden_fraction": (
         "fraction", "Fraction of timing/get_teacher_knowledge that overlaps with generation or updates and not with a "

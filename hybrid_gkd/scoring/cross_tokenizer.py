@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,7 +139,7 @@ class CrossTokenizerScorer(TeacherScorer):
     def __init__(self, client: Teacher, aligner: Aligner, *, spans: bool):
         super().__init__(client)
         self.aligner, self.spans = aligner, spans
-        self._counts = TeacherMetrics()
+        self._counts, self._thread = TeacherMetrics(), ThreadPoolExecutor(1, "alignment")
 
     def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
         """Send samples without waiting for scores. Raises the client's errors."""
@@ -151,9 +151,10 @@ class CrossTokenizerScorer(TeacherScorer):
         futures, found = iter(self.client.submit(readings)), list[Future[TopK]]()
         for each in alignments:
             convert = functools.partial(student_scores, self.aligner.events, each, spans=self.spans)
-            found.append(_converted(next(futures), convert) if len(each.teacher.ids) else completed_future(
-                convert(None)
-            ))
+            if len(each.teacher.ids):
+                found.append(_converted(next(futures), convert, self._thread))
+            else:
+                found.append(completed_future(convert(None)))
             self._count(each)
         return found
 
@@ -187,8 +188,8 @@ def _reading(task: Task, sample: Sample, alignment: Alignment) -> Reading:
     return Reading(token_ids=ids, positions=positions, name=str(sample.id), keep=sample.status == "given")
 
 
-def _converted(future: Future[TopK], convert: functools.partial[TopK]) -> Future[TopK]:
-    """Return a future of the converted result; it has the error of the first one, or of the conversion."""
+def _converted(future: Future[TopK], convert: functools.partial[TopK], thread: Executor) -> Future[TopK]:
+    """Return a future of the result, converted in the thread; it has the error of the first one or the conversion."""
     found: Future[TopK] = Future()
 
     def settle(done: Future[TopK]) -> None:
@@ -200,7 +201,7 @@ def _converted(future: Future[TopK], convert: functools.partial[TopK]) -> Future
             else:
                 found.set_result(result)
 
-    future.add_done_callback(settle)
+    future.add_done_callback(lambda done: thread.submit(settle, done))
     return found
 
 
