@@ -2,10 +2,13 @@
 
 import functools
 import json
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
+
+from hybrid_gkd.testing import make_tiny_model
 
 TEXT = """def add(first, second):
     return first + second  # the sum of both
@@ -71,3 +74,15 @@ def _trained(tokenizer, trainer, end, added, **more):
 def _merges(tokenizer):
     found = json.loads(tokenizer.to_str())["model"]["merges"]
     return [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in found]
+
+
+def make_model_with(tokenizer, folder: Path, **options) -> Path:
+    """Write a `make_tiny_model` with another tokenizer."""
+    make_tiny_model(folder, vocab_size=max(300, len(tokenizer)), **options)
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text(encoding="utf-8")) | {
+            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        }  # fmt: skip
+        (folder / name).write_text(json.dumps(values), encoding="utf-8")
+    return folder

@@ -161,9 +161,9 @@ def check_confidence(facts: Facts, teacher: RunTeacher, client: TeacherClient) -
         prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
         for prompt in itertools.islice(own, NUM_PROMPTS)
     ]
-    ends, model = facts.stop_token_ids, next(iter(client.served.values()))
+    ends = facts.stop_token_ids
     if teacher.key in facts.other_tokenizers:
-        ends = list(model.stop_token_ids)
+        ends = list(next(iter(client.served.values())).stop_token_ids)
     with client.uncounted():
         logprobs = greedy_logprobs(client, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
     if not logprobs:
