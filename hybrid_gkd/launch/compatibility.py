@@ -19,7 +19,7 @@ from hybrid_gkd.launch.each_teacher import for_each_teacher
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect, opened_store
-from hybrid_gkd.models.tokenizer import num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, teacher_settings
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher.protocol import ModelInfo
@@ -64,8 +64,7 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
         return "\n".join([f"{stored} has the student's vocabulary", *changed])
     other = facts.other_tokenizers.get(teacher.key)
     if section.server_ip is not None:
-        num_ids = None if other is None else num_token_ids(other)
-        with connect(teacher, other or facts.tokenizer, section.endpoints, num_ids=num_ids) as client:
+        with connect(teacher, other or facts.tokenizer, section.endpoints) as client:
             model = next(iter(client.served.values()))
         if other is not None:
             return "\n".join([f"{model.model} has another tokenizer", *check_same_teacher(facts, teacher, model)])

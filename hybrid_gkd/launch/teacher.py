@@ -57,14 +57,13 @@ def connect(
     fewer than the student's.
     """
     config, section, model = teacher.config, teacher.section, teacher.config.actor_rollout_ref.model
+    hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     num_tokens = num_token_ids(tokenizer)
-    if num_ids is None:
-        hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
-        num_ids = min(hf_config.get_text_config().vocab_size, num_tokens)
     assert section.num_microbatches is not None  # null has been replaced by the default
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
-        vocab_size=num_ids, connect_timeout=section.connect_timeout,
+        vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
+        connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
         # One request at a time: then every batch of the engine is one request.
         n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,

@@ -150,10 +150,10 @@ def distillation(
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         teacher, teacher_tail = chunk["teacher.logprobs"], chunk["teacher.tail_logprobs"]
-        of_sampled = chunk["teacher.sampled_logprobs"]
         if "teacher.groups" in chunk:
             student = by_event(student, chunk["teacher.groups"])
-            of_sampled = torch.where(of_sampled.isnan(), student.sampled.detach(), of_sampled)
+            known = chunk["teacher.sampled_logprobs"]
+            chunk = {**chunk, "teacher.sampled_logprobs": torch.where(known.isnan(), student.sampled.detach(), known)}
         # In every mode, so that runs with different losses can be compared.
         found = divergence.compare(teacher, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl
@@ -163,7 +163,7 @@ def distillation(
             if tail == "bucket" and row in known:
                 value = known[row]
             elif row.signal == "sampled":
-                value = row.function(of_sampled, student.sampled)
+                value = row.function(chunk["teacher.sampled_logprobs"], student.sampled)
             else:
                 options = {name: settings[name] for name in row.options}
                 tails = divergence.tails_for(row.function, teacher_tail, student.tail)
@@ -184,7 +184,7 @@ def distillation(
             metrics[name] = torch.where(chunk["quarter"] == number, forward, 0.0)
         weight = value
         if policy is not None:
-            weight = divergence.score_weight(estimator, of_sampled, student.sampled)
+            weight = divergence.score_weight(estimator, chunk["teacher.sampled_logprobs"], student.sampled)
         if limit is not None:
             metrics["actor/distillation/clamp_share"] = weight.abs() > limit
             value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)

@@ -51,7 +51,7 @@ class Spelling:
         self.specials = {each.content: number for number, each in added.items() if each.special}
         """Ids of the special tokens by content."""
         self.bytes: list[bytes | None] = [None] * (max(self.ids.values()) + 1)
-        """What each id spells; None for special tokens and unused ids."""
+        """Bytes of each id; None for special tokens and unused ids."""
         spell = functools.partial(_spelled, kinds=kinds, characters=byte_characters())
         for text, number in self.ids.items():
             self.bytes[number] = text.encode() if number in added else spell(text)

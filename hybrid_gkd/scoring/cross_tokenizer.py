@@ -239,7 +239,7 @@ def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | Non
 
 
 Events = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of each event its row, number of members and log-probability, [E], the most likely first in each row; all members."""
+"""Row, number of members and log-probability of each event, [E], the most likely first in each row; all members."""
 
 
 def _no_events() -> Events:
