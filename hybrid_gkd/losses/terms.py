@@ -152,8 +152,8 @@ def distillation(
         teacher, teacher_tail = chunk["teacher.logprobs"], chunk["teacher.tail_logprobs"]
         if "teacher.groups" in chunk:
             student = by_event(student, chunk["teacher.groups"])
-            known = chunk["teacher.sampled_logprobs"]
-            chunk = {**chunk, "teacher.sampled_logprobs": torch.where(known.isnan(), student.sampled.detach(), known)}
+            given = chunk["teacher.sampled_logprobs"]
+            chunk = {**chunk, "teacher.sampled_logprobs": torch.where(given.isnan(), student.sampled.detach(), given)}
         # In every mode, so that runs with different losses can be compared.
         found = divergence.compare(teacher, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl

@@ -109,7 +109,9 @@ def test_another_tokenizer_is_aligned_if_the_configuration_allows_it(models, tmp
     facts = check(models, "student", f"actor_rollout_ref.teacher.model.path={models}/student",
                   "distillation.cross_tokenizer=spans")  # fmt: skip
     assert not facts.other_tokenizers
-    lower = make_model_with(word_piece(lowercase=True), tmp_path / "lower", architecture="LlamaForCausalLM")
+    lower = make_model_with(word_piece(lowercase=True), tmp_path / "lower")
+    config = (lower / "config.json").read_text(encoding="utf-8")  # transformers has one tokenizer for all Qwen2
+    (lower / "config.json").write_text(config.replace('"qwen2"', '"llama"'), encoding="utf-8")
     with pytest.raises(ModelError, match=r"teacher\.model\.path: teacher .*lower: its tokens cannot be aligned"):
         check(models, "student", f"actor_rollout_ref.teacher.model.path={lower}", "distillation.cross_tokenizer=map")
 

@@ -16,8 +16,11 @@ from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.terms import Student, by_event
 from hybrid_gkd.models.spelling import Spelling
-from hybrid_gkd.scoring.cross_tokenizer import Aligner, student_scores
+from hybrid_gkd.runtime.spans import Clock
+from hybrid_gkd.scoring.cross_tokenizer import Aligner, CrossTokenizerScorer, student_scores
+from hybrid_gkd.scoring.teacher_router import TeacherRouter
 from hybrid_gkd.scoring.token_events import TokenEvents
+from hybrid_gkd.testing import LocalTeacher
 from hybrid_gkd.types import GenerationRequest, SampleId, Task, TopK, generated_sample
 
 TOKENIZERS = {
@@ -280,3 +283,50 @@ def test_beyond_the_teachers_length_nothing_is_scored():
     assert cut.teacher.ids.tolist() == whole.teacher.ids[:5].tolist()
     assert cut.covered.tolist() == [end <= cut.teacher.ends[-1] for end in whole.student.ends]
     assert not cut.covered[-1]
+
+
+@pytest.mark.parametrize("spans", [True, False])
+def test_the_scorer_sends_the_teachers_tokens_and_counts_the_students(spans):
+    pair = ("bytes", "digits")
+    texts, read = [b"The sum of 12345", b"", b"  the weather"], []
+
+    def score(reading):
+        read.append(reading)
+        return random_scores(reading.token_ids[reading.positions], len(EVENTS[pair].teacher.bytes))[0]
+
+    samples = [make_sample([*EVENTS[pair].student.encode(text)[0], *([] if not text else [TOKENIZERS[
+        "bytes"].eos_token_id])]) for text in texts]  # fmt: skip
+    aligner = Aligner(EVENTS[pair], limit=100)
+    scorer = CrossTokenizerScorer(LocalTeacher(score, delay=0.01), aligner, spans=spans)
+    found = [each.result(20) for each in scorer.submit([(TASK, sample) for sample in samples])]
+    read.sort(key=lambda reading: -len(reading.token_ids))
+    assert [reading.token_ids.tolist()[:1] for reading in read] == [[3], [3]]  # the teacher's prompt
+    assert [bytes(EVENTS[pair].teacher.spell(reading.token_ids[reading.positions])) for reading in read] == [
+        texts[0], texts[2],
+    ]  # fmt: skip
+    counts = [0, 0]
+    for sample, scores in zip(samples, found, strict=True):
+        alignment, vocabulary = aligner.align(TASK, sample), len(EVENTS[pair].teacher.bytes)
+        own = random_scores(alignment.teacher.ids, vocabulary)[0] if len(alignment.teacher.ids) else None
+        expected = student_scores(EVENTS[pair], alignment, own, spans=spans)
+        for name, array in expected.parts().items():
+            assert np.array_equal(array, scores.parts()[name], equal_nan=True), name
+        counts = [counts[0] + (alignment.matched >= 0).sum(), counts[1] + len(alignment.matched)]
+    with scorer.uncounted():
+        scorer.submit([(TASK, samples[0])])
+    metrics = TeacherRouter({"default": scorer}).take_metrics(Clock())
+    matched = counts[0] / counts[1]
+    assert 0 < matched < 1
+    assert metrics["teacher/tokens/matched_fraction"] == matched
+    assert metrics["teacher/tokens/span_fraction"] == pytest.approx((1 - matched) * spans)
+    assert metrics["teacher/tokens/unscored_fraction"] == pytest.approx((1 - matched) * (not spans))
+
+
+def test_an_error_of_the_teacher_reaches_the_trainer():
+    def fail(_reading):
+        raise ValueError("broken")
+
+    scorer = CrossTokenizerScorer(LocalTeacher(fail), Aligner(EVENTS[("bytes", "digits")], limit=100), spans=True)
+    (future,) = scorer.submit([(TASK, make_sample([5, 6]))])
+    with pytest.raises(ValueError, match="broken"):
+        future.result(20)
