@@ -325,6 +325,7 @@ def end_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the teacher's log-probability of the ends of completions; low if its own end-of-text token differs."""
     ended = (s for s in samples if s.status == "stop" and s.num_trained and "teacher" in s.signals)
     ends = [s.topk("teacher").sampled_logprobs[-1] for s in ended]
+    ends = [each for each in ends if not np.isnan(each)]
     return {"teacher/end_logprob": float(np.mean(ends, dtype=np.float64))} if ends else {}
 
 

@@ -87,11 +87,19 @@ class TopK:
     tail_logprobs: np.ndarray
     """float32 [R], log of the mass outside the K candidates; -inf if there is none."""
     sampled_logprobs: np.ndarray
-    """float32 [R], log-probability of the trained token."""
+    """float32 [R], log-probability of the trained token; NaN where a teacher with another tokenizer has none."""
+    groups: np.ndarray | None = None
+    """int32 [R, K], with another tokenizer (scoring/token_events.py): the column with the log-probability of all tokens
+    that have it here; -1: the token belongs to the tail."""
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """Return the arrays by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: array for name, array in found.items() if array is not None}
 
     def only(self, kept: np.ndarray) -> TopK:
         """Return the rows of `kept`, bool [R]."""
-        return TopK(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
+        return TopK(**{name: array[kept] for name, array in self.parts().items()})
 
 
 Arrays = list[np.ndarray]

@@ -75,6 +75,9 @@ RUN_ELSEWHERE = {
     "data.max_response_length=2048": _SCORE,
     f"{TEACHER} generate train.jsonl --ckpt-path Qwen/Qwen3-8B --out answers.jsonl -n 4 --max-tokens 2048 "
     "--temperature 0.7 --reward gsm8k --answer-key answer --min-reward 1": _GENERATE,
+    f"bash run_gkd.sh {QWEN} data.train_files=train.jsonl "
+    "actor_rollout_ref.teacher.model.path=microsoft/Phi-4-mini-instruct distillation.cross_tokenizer=spans":
+        "tests/integration/test_cross_tokenizer_run.py::test_a_student_learns_from_a_teacher_with_other_tokens",
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --json": _DASHBOARD,
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
     "bash run_gkd.sh --supervise --config-name gpu_demo trainer.save_freq=20":

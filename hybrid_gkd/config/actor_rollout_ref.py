@@ -302,7 +302,8 @@ class TeacherModelConfig:
     """The model of a teacher that this run starts itself."""
 
     path: str | None = None
-    """Hugging Face folder or hub id; its tokenizer must be the student's."""
+    """Hugging Face folder or hub id; its tokenizer must be the student's, unless distillation.cross_tokenizer allows
+    another. With server_ip only the tokenizer is read, for cross_tokenizer."""
 
 
 @dataclass
@@ -371,7 +372,8 @@ class TeacherConfig:
     """Maximum size of that folder, 10^9 bytes; nothing is added beyond it. A scored token takes about 6 *
     distillation.topk bytes."""
     max_model_len: int | None = field(default=None, metadata=rules.POSITIVE)
-    """Longest sequence that a local service scores, tokens; null takes prompt limit + response limit + 1."""
+    """Longest sequence that a local service scores, tokens; null takes prompt limit + response limit + 1, with
+    distillation.cross_tokenizer + twice the response limit."""
     model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
 
     @property

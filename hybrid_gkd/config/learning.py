@@ -41,6 +41,10 @@ class DistillationConfig:
     """Weight of the teacher in jsd's mixture; 0 is forward_kl and 1 is reverse_kl."""
     mixed_weights: dict[str, float] = field(default_factory=dict)
     """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; all modes except k1 are allowed."""
+    cross_tokenizer: Literal["refuse", "map", "spans"] = "refuse"
+    """A teacher with another tokenizer: not allowed (refuse); its tokens and the student's are aligned by bytes, and
+    the student's tokens that are one of the teacher's are learned from (map), or all of them (spans). See
+    docs/teacher.md."""
     teacher_prompt_fn: str | None = field(default=None, metadata=rules.IMPORT_PATH)
     """Build the teacher's prompt after the completions, from feedback or a successful completion: module:name or
     file.py:name of function(task, sample, group), which returns a text, messages, or None for no teacher. See

@@ -27,10 +27,11 @@ def given_answers(config: Config) -> Rules:
     yield "data.teacher_prompt_key", data.teacher_prompt_key is None or loss.enabled, "needs distillation.enabled=true"
     own_template = any(teacher.section.chat_template is not None for teacher in teachers)
     own_prompt = own_template or data.teacher_prompt_key is not None or loss.teacher_prompt_fn is not None
+    own_prompt |= loss.enabled and loss.cross_tokenizer != "refuse"
     yield from _teacher_prompt_fn(config)
     yield "data.max_teacher_prompt_length", data.max_teacher_prompt_length is None or own_prompt, (
         "needs data.teacher_prompt_key, the column with the teacher's prompts, distillation.teacher_prompt_fn, or "
-        f"{ARR}.teacher.chat_template"
+        f"{ARR}.teacher.chat_template, or distillation.cross_tokenizer"
     )
     if data.response_key is None:
         unused = "needs data.response_key, the column with given completions"
@@ -41,8 +42,8 @@ def given_answers(config: Config) -> Rules:
         yield "data.excluded_spans_key", data.excluded_spans_key is None, unused
         return
     yield "data.loss_mask", data.loss_mask == "answer" or not (loss.enabled and own_prompt), (
-        f"must be answer with {ARR}.teacher.chat_template, data.teacher_prompt_key or distillation.teacher_prompt_fn, "
-        "which change the prompt"
+        f"must be answer with {ARR}.teacher.chat_template, data.teacher_prompt_key, distillation.teacher_prompt_fn or "
+        "distillation.cross_tokenizer, which change the prompt"
     )
     yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
     yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"
@@ -124,6 +125,7 @@ def distillation_loss(config: Config) -> Rules:
         "about the policy that sampled the completions",
     )
     yield from _token_weights(config)
+    yield from _cross_tokenizer(config)
     own_candidates, needs = loss.candidates != "teacher", f"must be teacher with {key}"
     yield f"{key}.candidates", not (own_candidates and loss.as_reward), f"{needs}.as_reward, which has none"
     all_sampled = not own and used == takes_samples
@@ -133,6 +135,28 @@ def distillation_loss(config: Config) -> Rules:
         f"{key}.candidates", not own_candidates or cache is None,
         f"must be teacher with {ARR}.teacher.cache, which has the teacher's",
     )
+
+
+def _cross_tokenizer(config: Config) -> Rules:
+    """Yield the rules of teachers with another tokenizer."""
+    loss, mode = config.distillation, config.distillation.cross_tokenizer
+    if mode == "refuse":
+        return
+    rule = f"with distillation.cross_tokenizer={mode}"
+    key = "distillation.cross_tokenizer"
+    yield key, not config.teaches_itself, f"must be refuse with {ARR}.teacher.source: the student has one tokenizer"
+    yield "distillation.teacher_prompt_fn", loss.teacher_prompt_fn is None, f"must be null {rule}"
+    yield "distillation.candidates", loss.candidates == "teacher", f"must be teacher {rule}"
+    yield "distillation.ensemble", loss.ensemble == "none", f"must be none {rule}"
+    selects = loss.token_weights in TOKEN_WEIGHTS and TOKEN_WEIGHTS[loss.token_weights].needs == "student"
+    yield "distillation.token_weights", not selects, f"must not depend on the student's distribution {rule}"
+    for teacher in () if config.teaches_itself else run_teachers(config):
+        section = teacher.section
+        yield f"{teacher.where}.cache", section.cache is None, f"must be null {rule}"
+        yield (
+            f"{teacher.where}.model.path", section.model.path is not None,
+            f"must be the folder or hub id of the teacher's tokenizer {rule}, also with server_ip",
+        )
 
 
 def _token_weights(config: Config) -> Rules:

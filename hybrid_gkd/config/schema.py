@@ -445,7 +445,8 @@ class Config:
     @property
     def teacher_length(self) -> int:
         """Return the length of the longest sequence of a local teacher, which generates one token to score."""
-        return self.actor_rollout_ref.teacher.max_model_len or self.max_reading_length + 1
+        more = self.data.max_response_length if self.distillation.cross_tokenizer != "refuse" else 0
+        return self.actor_rollout_ref.teacher.max_model_len or self.max_reading_length + more + 1
 
     @property
     def mini_batch_size(self) -> int:

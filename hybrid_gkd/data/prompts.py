@@ -124,12 +124,13 @@ def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
     filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any],
     teacher_templates: Mapping[str, str | None] = MappingProxyType({}),
+    teacher_tokenizers: Mapping[str, Any] = MappingProxyType({}),
     max_teacher_prompt_length: int | None = None, keep_messages: bool = False, max_response_length: int = 0,
     loss_mask: str = ANSWER,
 ) -> list[Task]:
     """Return every row as a Task, in order. `Task.index` counts the rows of all tables, skipped ones included.
 
-    The teacher's prompt, in its template of `teacher_templates` (by `Task.teacher`) or of other messages, must fit into
+    The teacher's prompt, in its template or tokenizer (by `Task.teacher`) or of other messages, must fit into
     `max_teacher_prompt_length` (None: `max_prompt_length`), and a given completion into `max_response_length`, by the
     same rules as the student's prompt into its limit; a completion is truncated at its end. `loss_mask` is that of
     given.py. Raises DataError for rows that a chat template rejects, and for too long ones.
@@ -144,7 +145,7 @@ def make_prompts(
         )
         all_ids = tokenize(table.messages)
         lengths = list(map(len, all_ids))
-        others = _teacher_prompts(table, tokenize, teacher_templates)
+        others = _teacher_prompts(table, tokenize, teacher_templates, teacher_tokenizers)
         other_lengths = [0] * len(all_ids) if others is None else list(map(len, others))
         answers = _given_tokens(table, all_ids, tokenizer, apply_chat_template_kwargs, loss_mask)
         answer_lengths = [0 if answer is None else len(answer.token_ids) for answer in answers]
@@ -181,7 +182,7 @@ def make_prompts(
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
-    if any(teacher_templates.values()) or any(any(table.teacher_messages) for table in tables):
+    if teacher_tokenizers or any(teacher_templates.values()) or any(any(table.teacher_messages) for table in tables):
         limit += f", or the teacher's than {teacher_limit}"
     if any(any(table.given) for table in tables):
         limit += f", or their given completions than data.max_response_length={max_response_length}"
@@ -190,13 +191,22 @@ def make_prompts(
 
 
 def _teacher_prompts(
-    table: Rows, tokenize: Callable[..., list[list[int]]], templates: Mapping[str, str | None]
+    table: Rows, tokenize: Callable[..., list[list[int]]], templates: Mapping[str, str | None],
+    tokenizers: Mapping[str, Any],
 ) -> list[list[int]] | None:
     """Return the token ids of the prompts that the teachers read; None if they are the student's."""
-    if not any(templates.values()) and not any(table.teacher_messages):
+    if not tokenizers and not any(templates.values()) and not any(table.teacher_messages):
         return None
     shown = [own or student for own, student in zip(table.teacher_messages, table.messages, strict=True)]
-    return tokenize(shown, templates=[templates.get(key) for key in table.teachers])
+    chosen = [templates.get(key) for key in table.teachers]
+    found = tokenize(shown, templates=chosen)
+    for key, tokenizer in tokenizers.items():
+        rows = [row for row, each in enumerate(table.teachers) if each == key]
+        of_rows = [[values[row] for row in rows] for values in (shown, chosen, table.tools)]
+        own = tokenize(of_rows[0], tokenizer=tokenizer, templates=of_rows[1], tools=of_rows[2]) if rows else []
+        for row, ids in zip(rows, own, strict=True):
+            found[row] = ids
+    return found
 
 
 def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:

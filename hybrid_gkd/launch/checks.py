@@ -39,6 +39,8 @@ class Facts:
     tokenizer: Any = None
     teacher_tokenizers: dict[str, Any] = field(default_factory=dict)
     """Label -> tokenizer of each teacher that the run starts."""
+    other_tokenizers: dict[str, Any] = field(default_factory=dict)
+    """Key -> tokenizer of each teacher that has another one than the student (distillation.cross_tokenizer)."""
     first_chat: Chat | None = None
     """First training prompt."""
     stop_token_ids: list[int] = field(default_factory=list)

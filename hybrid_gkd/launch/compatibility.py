@@ -62,21 +62,26 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
             )
         check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=teacher.key)
         return "\n".join([f"{stored} has the student's vocabulary", *changed])
+    other = facts.other_tokenizers.get(teacher.key)
     if section.server_ip is not None:
-        with connect(teacher, facts.tokenizer, section.endpoints) as client:
+        with connect(teacher, other or facts.tokenizer, section.endpoints) as client:
             model = next(iter(client.served.values()))
+        if other is not None:
+            return "\n".join([f"{model.model} has another tokenizer", *check_same_teacher(facts, teacher, model)])
         check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=teacher.key)
         changed = check_same_teacher(facts, teacher, model)
         check_ends_and_template(facts, teacher, model.model, model.chat_template, list(model.stop_token_ids))
         return "\n".join([f"{model.model} scores the student's completions", *changed])
     own, path = facts.teacher_tokenizers[teacher.label], section.model.path
     assert path is not None
+    if other is not None:
+        return f"{path} has another tokenizer"
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
         raise TeacherMismatch(
             f"{TEACHER_PATH}: teacher and student must have the same vocabulary; "
             f"teacher {path} has {len(own)} tokens (hash {tokenizer_hash(own)[:12]}), student "
             f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
-            f"(hash {tokenizer_hash(facts.tokenizer)[:12]})"
+            f"(hash {tokenizer_hash(facts.tokenizer)[:12]}); distillation.cross_tokenizer=spans aligns them"
         )
     theirs, ours = special_tokens(own), special_tokens(facts.tokenizer)
     if differ := [f"{name}: {theirs[name]!r}, {ours[name]!r}" for name in ours if theirs[name] != ours[name]]:
@@ -156,6 +161,8 @@ def check_confidence(facts: Facts, teacher: RunTeacher, client: TeacherClient) -
         for prompt in itertools.islice(own, NUM_PROMPTS)
     ]
     ends = facts.stop_token_ids
+    if teacher.key in facts.other_tokenizers:
+        ends = list(next(iter(client.served.values())).stop_token_ids)
     with client.uncounted():
         logprobs = greedy_logprobs(client, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
     if not logprobs:

@@ -201,7 +201,8 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
         check_arguments("actor_rollout_ref.teacher.engine_kwargs.vllm", section.engine_kwargs.vllm)
         check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
-    check_rows("teacher", path, rows, facts, of_teacher=teacher.key)
+    if teacher.key not in facts.other_tokenizers:
+        check_rows("teacher", path, rows, facts, of_teacher=teacher.key)
     check_teacher_weights(path, config)
     trusts = config.actor_rollout_ref.model.trust_remote_code
     facts.teacher_tokenizers[label] = load_tokenizer(path, trust_remote_code=trusts)
@@ -271,7 +272,8 @@ def data(facts: Facts) -> str:
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-        teacher_templates=templates, keep_messages=facts.config.uses_reward_model or of_completions,
+        teacher_templates=templates, teacher_tokenizers=facts.other_tokenizers,
+        keep_messages=facts.config.uses_reward_model or of_completions,
         max_response_length=section.max_response_length, loss_mask=section.loss_mask,
         max_teacher_prompt_length=section.max_teacher_prompt_length,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.compatibility import check_compatibility
+from hybrid_gkd.launch.other_tokenizer import tokenizers
 from hybrid_gkd.launch.plan import (
     TOKENIZER_BYTES,
     check_host_memory,
@@ -273,13 +274,14 @@ CHECKS = (
     Check("student", inputs.student),
     Check("reward", reward),
     Check("trackers", trackers),
+    Check("tokenizers", tokenizers, after=("student",)),
     Check("files", inputs.files),
-    Check("data", inputs.data, after=("student", "files")),
+    Check("data", inputs.data, after=("student", "files", "tokenizers")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("critic", inputs.critic, after=("student",)),
     Check("reference", inputs.reference_policy, after=("student",)),
     Check("reward model", inputs.reward_model, after=("data",)),
-    Check("teacher", inputs.teacher),
+    Check("teacher", inputs.teacher, after=("tokenizers",)),
     Check("compatibility", check_compatibility, after=("student", "teacher")),
     Check("disk", disk, after=("critic",)),
     Check("plan", plan, after=("critic", "teacher", "reward model")),

@@ -25,6 +25,7 @@ from hybrid_gkd.config import (
 )
 from hybrid_gkd.errors import ConfigError, rename_section
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.other_tokenizer import make_scorer
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
@@ -232,9 +233,10 @@ class RunTeachers:
                 self._connect(teacher, [local.address], local.keys, replicas=self.places[teacher.label].replicas)
 
     def _connect(self, teacher: RunTeacher, endpoints: list[str], keys: Path | None = None, replicas: int = 1) -> None:
-        client = connect(
-            teacher, self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=self.facts.num_ids
-        )
+        other, num_ids = self.facts.other_tokenizers.get(teacher.key), self.facts.num_ids
+        if other is not None:
+            num_ids = num_token_ids(other)
+        client = connect(teacher, other or self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=num_ids)
         self.clients[teacher.label] = self.stack.enter_context(client)
 
     def scorer(self) -> TeacherScorer:
@@ -245,7 +247,8 @@ class RunTeachers:
             with rename_section(UNNAMED, teacher.where):
                 client = self.clients.get(teacher.label)
                 cached = with_cache(teacher.config, facts.tokenizer, client, facts.num_ids)
-                own = TeacherScorer(self.stack.enter_context(cached))
+                served = next(iter(client.served.values())) if client is not None else None
+                own = make_scorer(facts, teacher, self.stack.enter_context(cached), served)
             if not has_several_teachers(facts.config):
                 return own
             groups[teacher.key][teacher.where.rpartition(".")[2]] = teacher.weight, own

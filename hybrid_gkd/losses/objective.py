@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
-from hybrid_gkd.losses.terms import Metrics, Signals, Student, Term, old_logprobs
+from hybrid_gkd.losses.terms import Metrics, Signals, Student, Term, by_event, old_logprobs
 
 
 class Objective:
@@ -101,7 +101,10 @@ class Objective:
         def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
             teacher, teacher_tail = signals["teacher.logprobs"][rows], signals["teacher.tail_logprobs"][rows]
             student, tail = logprobs[:, : teacher.shape[1]], logprobs[:, teacher.shape[1]]
-            both = divergence.compare(teacher, student, teacher_tail, tail)[:2]
+            compared = Student(student[:, 0], student, tail)
+            if "teacher.groups" in signals:
+                compared = by_event(compared, signals["teacher.groups"][rows])
+            both = divergence.compare(teacher, compared.candidates, teacher_tail, compared.tail)[:2]
             shown = (found.shape[1] - 2) // 3
             best, columns = student.topk(shown, dim=1)
             found[rows] = torch.cat([torch.stack(both, 1), student[:, :shown], best, columns], 1).to(found.dtype)

@@ -8,6 +8,7 @@ Shapes: R trained tokens of a micro-batch, r of them in a chunk of the head, K c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.losses import divergence
+from hybrid_gkd.losses.head_torch import MASKED_LOGIT
 from hybrid_gkd.losses.table import DIVERGENCES, Divergence, PolicyLoss
 
 Signals = Mapping[str, Tensor]
 """Tensors of the trained tokens of a micro-batch or chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r], and of
-candidates <name>.logprobs [r, K], <name>.tail_logprobs [r] and <name>.sampled_logprobs [r]. What no sample has is left
-out; has.<name>, bool [r], says which rows have it, where not all do. sequence_log_ratio: see `Objective`; quarter: of
-its answer that a token is in, 0 to 3."""
+candidates <name>.logprobs [r, K], <name>.tail_logprobs [r], <name>.sampled_logprobs [r] and, of events, <name>.groups
+[r, K]. What no sample has is left out; has.<name>, bool [r], says which rows have it, where not all do.
+sequence_log_ratio: see `Objective`; quarter: of its answer that a token is in, 0 to 3."""
 Metrics = dict[str, Tensor]
 """By name, [r]."""
 
@@ -40,6 +42,19 @@ class Student(NamedTuple):
     """[r, K], of the candidates of the term's signal; K = 0 where that has none."""
     tail: Tensor | None
     """[r], the log of the mass outside of them; None: not known by itself."""
+
+
+def by_event(student: Student, groups: Tensor) -> Student:
+    """Return the log-probabilities of events: the sums of the tokens with the same number in `groups` [r, K], in the
+    column of that number; other columns are -inf. Tokens with the number -1 belong to the tail."""
+    assert student.tail is not None
+    rows, columns = groups.shape
+    places = torch.where(groups < 0, columns, groups)
+    found = student.candidates.new_full((rows, columns + 1), -math.inf)
+    peaks = found.scatter_reduce(1, places, student.candidates.detach(), "amax")
+    sums = torch.zeros_like(found).scatter_add(1, places, (student.candidates - peaks.gather(1, places)).exp())
+    sums = torch.where(sums > 0, sums.clamp(min=1).log() + peaks.clamp(min=MASKED_LOGIT), -math.inf)
+    return student._replace(candidates=sums[:, :columns], tail=torch.logaddexp(student.tail, sums[:, columns]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +150,10 @@ def distillation(
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         teacher, teacher_tail = chunk["teacher.logprobs"], chunk["teacher.tail_logprobs"]
+        if "teacher.groups" in chunk:
+            student = by_event(student, chunk["teacher.groups"])
+            given = chunk["teacher.sampled_logprobs"]
+            chunk = {**chunk, "teacher.sampled_logprobs": torch.where(given.isnan(), student.sampled.detach(), given)}
         # In every mode, so that runs with different losses can be compared.
         found = divergence.compare(teacher, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl

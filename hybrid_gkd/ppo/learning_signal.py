@@ -89,11 +89,13 @@ def teacher_rewards(
 ) -> tuple[Arrays, dict[str, float]]:
     """Return factor * (log p - log q) of each sampled token, float32 [R_i], for `distillation.as_reward`, and metrics.
 
-    p is the teacher, q the student; in expectation the sum is -KL(q || p). `loss_max_clamp` clips log p - log q.
+    p is the teacher, q the student; in expectation the sum is -KL(q || p). `loss_max_clamp` clips log p - log q,
+    which is 0 where the teacher has no score of the token.
     """
     limit = config.distillation.loss_max_clamp
     log_ratios = [
-        sample.topk("teacher").sampled_logprobs.astype(np.float32) - sample.array("old_logprobs") for sample in samples
+        np.nan_to_num(sample.topk("teacher").sampled_logprobs.astype(np.float32) - sample.array("old_logprobs"))
+        for sample in samples
     ]
     together = np.concatenate(log_ratios)
     metrics = {"reward/teacher": float(together.mean())}

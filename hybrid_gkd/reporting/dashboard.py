@@ -106,6 +106,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Queue length", ("teacher/queue_length",)),
         Panel("Score cache hits", ("teacher/cache_hit_fraction",)),
         Panel("Samples without teacher", ("teacher/unscored_fraction",)),
+        Panel("Tokens by alignment (another tokenizer)", ("teacher/tokens/",)),
         Panel("Retries", ("teacher/retries",)),
         Panel("Teacher throughput", ("teacher/tokens_per_second",)),
         Panel("Several teachers", ("teacher/<key>/",)),
@@ -227,6 +228,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "teacher/cache_hit_fraction": lambda run: any(each.section.cache is not None for each in run_teachers(run))
     and run.data.response_key is not None,
     "teacher/unscored_fraction": lambda run: _distils(run) and run.distillation.teacher_prompt_fn is not None,
+    "teacher/tokens/": lambda run: _distils(run) and run.distillation.cross_tokenizer != "refuse",
     "response/ended_fraction": lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None,
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,

@@ -138,6 +138,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/unscored_fraction": (
         "fraction", "Samples of the rollout without teacher, for which distillation.teacher_prompt_fn returned None"
     ),
+    **_expand(
+        "teacher/tokens/<how>_fraction", "fraction", "Completion tokens with distillation.cross_tokenizer: those that "
+        "are one token of the teacher; those in spans; those without effect: with cross_tokenizer=map in spans, beyond "
+        "the teacher's length, special tokens without counterpart", how=("matched", "span", "unscored"),
+    ),
     "teacher/hidden_fraction": (
         "fraction", "Fraction of timing/get_teacher_knowledge that overlaps with generation or updates and not with a "
         "wait for the teacher, since the last report"

@@ -79,7 +79,7 @@ def joined(counts: list[TeacherMetrics]) -> TeacherMetrics:
             name: sum(getattr(each, name) for each in counts)
             for name in (
                 "tokens", "scored_tokens", "retries", "bad_replies", "bytes_sent", "bytes_received", "cache_lookups",
-                "cache_hits",
+                "cache_hits", "aligned_tokens", "matched_tokens", "span_tokens",
             )
         },
     )  # fmt: skip

@@ -131,7 +131,7 @@ class TeacherScorer:
 
     def take_metrics(self, clock: Clock) -> dict[str, float]:
         """Return the metrics of the requests since the last call, and add their spans to the clock."""
-        return request_metrics(self.client.drain_metrics(), clock)
+        return request_metrics(self.drain()[""], clock)
 
 
 def request_metrics(found: TeacherMetrics, clock: Clock) -> dict[str, float]:
@@ -150,4 +150,8 @@ def request_metrics(found: TeacherMetrics, clock: Clock) -> dict[str, float]:
         seen["teacher/tokens_per_second"] = found.tokens / in_flight
     if found.cache_lookups:
         seen["teacher/cache_hit_fraction"] = found.cache_hits / found.cache_lookups
+    if total := found.aligned_tokens:
+        seen["teacher/tokens/matched_fraction"] = found.matched_tokens / total
+        seen["teacher/tokens/span_fraction"] = found.span_tokens / total
+        seen["teacher/tokens/unscored_fraction"] = 1 - (found.matched_tokens + found.span_tokens) / total
     return seen | {"teacher/retries": float(found.retries)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -169,8 +168,8 @@ def join_signals(micro_batch: Sequence[Sample], names: Iterable[str], device: to
             for each, length in zip(found, lengths, strict=True)
         ]
         if isinstance(example, TopK):
-            for part in (field.name for field in fields(TopK)):
-                dtype = torch.int64 if part == "ids" else torch.float32
+            for part in example.parts():
+                dtype = torch.int64 if part in ("ids", "groups") else torch.float32
                 joined[f"{name}.{part}"] = concat([getattr(each, part) for each in signals], device, dtype)
         else:
             joined[name] = concat(signals, device)
@@ -184,7 +183,10 @@ def _neutral(name: str, example: Signal | None, length: int) -> Signal:
     k = example.ids.shape[1]
     each = np.full((length, k + 2), -math.log(k + 1), np.float32)
     ids = np.tile(np.arange(k, dtype=np.int32), (length, 1))
-    return TopK(ids=ids, logprobs=each[:, :k], tail_logprobs=each[:, k], sampled_logprobs=each[:, k + 1])
+    return TopK(
+        ids=ids, logprobs=each[:, :k], tail_logprobs=each[:, k], sampled_logprobs=each[:, k + 1],
+        groups=None if example.groups is None else ids,
+    )
 
 
 def quarter_of_tokens(length: int) -> np.ndarray:

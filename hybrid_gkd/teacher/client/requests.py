@@ -51,6 +51,11 @@ class TeacherMetrics:
     cache_lookups: int = 0
     """Number of readings looked up in a store of scores; `cache_hits` of them were found."""
     cache_hits: int = 0
+    aligned_tokens: int = 0
+    """Number of trained tokens of samples for teachers with another tokenizer; of these `matched_tokens` are one token
+    of the teacher, `span_tokens` are scored in spans."""
+    matched_tokens: int = 0
+    span_tokens: int = 0
 
     @property
     def latencies(self) -> list[float]:

@@ -63,10 +63,25 @@ def test_one_alone_is_the_teacher_of_all_rows():
     (["actor_rollout_ref.teacher.max_retries=1"], "actor_rollout_ref.teacher.model.path: must be set, or server_ip"),
     ([f"{MODELS}={{a.b: {{server_ip: far}}}}"], f"{MODELS}: must have names of letters, digits, - and _; got 'a.b'"),
     ([f"{MODELS}.a.cache=s", f"{MODELS}.a.model_path=null"], f"{MODELS}.a.cache: needs a teacher besides"),
+    (["distillation.cross_tokenizer=map"], f"{MODELS}.b.model.path: must be the folder or hub id of the teacher's tok"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused_by_the_teachers_own_key(overrides, message):
     (found,) = problems(*TWO, *overrides)
     assert found.startswith(message)
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("distillation.teacher_prompt_fn=a.py:b", "distillation.teacher_prompt_fn: must be null with "),
+    ("distillation.candidates=student", "distillation.candidates: must be teacher with "),
+    ("distillation.token_weights=confident_wrong", "distillation.token_weights: must not depend on the student's "),
+    ("actor_rollout_ref.teacher.cache=s", "actor_rollout_ref.teacher.cache: must be null with "),
+    ("actor_rollout_ref.teacher.source=initial", "distillation.cross_tokenizer: must be refuse with "),
+])  # fmt: skip
+def test_another_tokenizer_needs_a_teacher_of_its_own_without_what_depends_on_tokens(override, message):
+    path = [] if "source" in override else ["actor_rollout_ref.teacher.model.path=x"]
+    found = problems(*path, "data.teacher_prompt_key=hint" if not path else "data.shuffle=true",
+                     "distillation.cross_tokenizer=spans", override)  # fmt: skip
+    assert any(each.startswith(message) for each in found), found
 
 
 def test_local_teachers_share_the_cores_with_the_workers(monkeypatch):

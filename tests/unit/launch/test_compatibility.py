@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from small_tokenizers import byte_level, make_model_with, word_piece
 
 from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
@@ -90,6 +91,29 @@ def test_the_same_number_of_tokens_is_not_the_same_vocabulary(models, tmp_path):
     paths = [f"actor_rollout_ref.model.path={folders[0]}", f"actor_rollout_ref.teacher.model.path={folders[1]}"]
     with pytest.raises(TeacherMismatch, match=r"must have the same vocabulary; teacher .* has 261 .* student .* 261"):
         check(models, "student", *paths)
+
+
+@pytest.mark.slow
+def test_another_tokenizer_is_aligned_if_the_configuration_allows_it(models, tmp_path):
+    """The teacher reads prompts in its own tokens and template."""
+    own = byte_level(420, end="</s>")
+    own.chat_template = OTHER
+    teacher = make_model_with(own, tmp_path / "teacher")
+    path = f"actor_rollout_ref.teacher.model.path={teacher}"
+    with pytest.raises(TeacherMismatch, match=r"must have the same vocabulary.*distillation\.cross_tokenizer=spans"):
+        check(models, "student", path)
+    facts = check(models, "student", path, "distillation.cross_tokenizer=spans")
+    (prompt,) = facts.train_prompts
+    assert own.decode(prompt.teacher_ids) == "<s>What is 1?A:"
+    assert prompt.teacher_ids.tolist() == own("<s>What is 1?A:").input_ids
+    facts = check(models, "student", f"actor_rollout_ref.teacher.model.path={models}/student",
+                  "distillation.cross_tokenizer=spans")  # fmt: skip
+    assert not facts.other_tokenizers
+    lower = make_model_with(word_piece(lowercase=True), tmp_path / "lower")
+    config = (lower / "config.json").read_text(encoding="utf-8")  # transformers has one tokenizer for all Qwen2
+    (lower / "config.json").write_text(config.replace('"qwen2"', '"llama"'), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"teacher\.model\.path: teacher .*lower: its tokens cannot be aligned"):
+        check(models, "student", f"actor_rollout_ref.teacher.model.path={lower}", "distillation.cross_tokenizer=map")
 
 
 @pytest.mark.slow

@@ -112,6 +112,7 @@ SWITCHED_ON = {  # what is switched on -> what then has a panel, all names that 
     "rewards in processes": ((*PPO, "reward.name=math"), ["reward/failures"]),
     "importance weights": (("algorithm.rollout_is_threshold=2",), ["actor/importance/mean", "actor/importance/kl"]),
     "token weights": (("distillation.token_weights=position",), ["actor/distillation/selected_fraction"]),
+    "another tokenizer": (("distillation.cross_tokenizer=map",), ["teacher/tokens/span_fraction"]),
     "rejection": (
         ("algorithm.rollout_rs=token_k2", "algorithm.rollout_rs_threshold=2"), ["actor/importance/rejected"],
     ),

@@ -1,0 +1,316 @@
+"""A teacher with another tokenizer: its tokens of the completions, and its scores as scores of the student's tokens.
+
+Shapes: R trained tokens of a sample, N tokens of the teacher, K candidates of the teacher, C columns, E events of all
+rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_gkd.scoring.scorer import completed_future
+from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
+from hybrid_gkd.scoring.token_events import LARGEST_EVENT, TokenEvents, Tokens
+from hybrid_gkd.teacher_client import TeacherMetrics
+from hybrid_gkd.types import Pair, Reading, Sample, Task, TopK
+
+PLACE = b"\0"
+"""In the place of a special token in the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """A completion in the tokens of both."""
+
+    teacher: Tokens
+    """N tokens, to the end of the completion or to the teacher's limit."""
+    student: Tokens
+    """The R trained tokens."""
+    matched: np.ndarray
+    """int64 [R], place of the teacher's token with the same bytes; -1: none."""
+    covered: np.ndarray
+    """bool [R], whether the teacher's tokens reach the end of the token, which is no special token without role."""
+
+
+class Aligner:
+    """Aligns the tokens of completions by bytes.
+
+    Args:
+        events: of teacher and student.
+        limit: longest sequence that the teacher scores, tokens.
+    """
+
+    def __init__(self, events: TokenEvents, *, limit: int):
+        self.events, self.limit = events, limit
+        roles = reversed(list(events.roles.items()))
+        self._role = {number: each for each, same in roles for number in same}
+        """Special tokens of the student -> the teacher's."""
+
+    def align(self, task: Task, sample: Sample) -> Alignment:
+        """Return the completion of a sample in the tokens of both."""
+        if self.events.is_same:
+            trained = sample.positions
+            tokens = Tokens(ids=sample.trained_ids, starts=trained, ends=trained + 1)
+            every, places = np.ones(len(trained), bool), np.arange(len(trained))
+            return Alignment(teacher=tokens, student=tokens, matched=places, covered=every)
+        room = self.limit - len(task.token_ids if task.teacher_ids is None else task.teacher_ids)
+        ids, start = sample.tokens[len(task.token_ids) :], 0
+        parts, own = list[Tokens](), list[Tokens]()
+        complete = True
+        for special, group in itertools.groupby(ids.tolist(), key=lambda number: self._kind(number)):
+            numbers = np.fromiter(group, np.int32)
+            if special is None:
+                own.append(self._student_text(numbers, start))
+                text = self.events.student.spell(numbers.tolist())[max(0, start - int(own[-1].starts[0])) :]
+                if complete:
+                    parts.append(self._teacher_text(text, start))
+                    complete = int(parts[-1].ends[-1]) == start + len(text) if len(parts[-1].ids) else not text
+                start += len(text)
+            else:
+                ends = start + len(PLACE) * (special >= 0) * np.arange(1, len(numbers) + 1)
+                starts = np.concatenate([[start], ends[:-1]])
+                own.append(Tokens(ids=numbers, starts=starts, ends=ends))
+                if complete and special >= 0:
+                    parts.append(Tokens(ids=np.full(len(numbers), special, np.int32), starts=starts, ends=ends))
+                start = int(ends[-1])
+        teacher, student = _joined(parts, room), _joined(own, len(ids))
+        trained = sample.loss_mask[len(task.token_ids) :]
+        student = Tokens(ids=student.ids[trained], starts=student.starts[trained], ends=student.ends[trained])
+        return _compared(teacher, student)
+
+    def _kind(self, number: int) -> int | None:
+        """Return None for a token of text, the teacher's token for a special one, -1 for a special one without role."""
+        return None if self.events.student.bytes[number] else self._role.get(number, -1)
+
+    def _student_text(self, numbers: np.ndarray, start: int) -> Tokens:
+        student = self.events.student
+        lengths = student.lengths[numbers]
+        first = student.bytes[numbers[0]] or b""
+        before = len(student.lead) if start == 0 and first.startswith(student.lead) else 0
+        ends = start - before + np.cumsum(lengths)
+        return Tokens(ids=numbers, starts=ends - lengths, ends=ends)
+
+    def _teacher_text(self, text: bytes, start: int) -> Tokens:
+        ids, starts, ends = self.events.teacher.encode(text)
+        return Tokens(ids=np.array(ids, np.int32), starts=start + starts, ends=start + ends)
+
+
+def _joined(parts: list[Tokens], limit: int) -> Tokens:
+    """Return the first `limit` of all tokens."""
+    nothing = np.zeros(0, np.int64)
+    ids = np.concatenate([nothing, *(each.ids for each in parts)])[:limit].astype(np.int32)
+    starts, ends = (
+        np.concatenate([nothing, *(getattr(each, name) for each in parts)])[:limit] for name in ("starts", "ends")
+    )
+    return Tokens(ids=ids, starts=starts, ends=ends)
+
+
+def _compared(teacher: Tokens, student: Tokens) -> Alignment:
+    """Return which tokens of the student are one token of the teacher."""
+    places = np.searchsorted(teacher.ends, student.ends)
+    inside = np.minimum(places, max(0, len(teacher.ids) - 1))
+    written = student.ends > student.starts
+    reach = int(teacher.ends[-1]) if len(teacher.ids) else 0
+    covered = written & (student.ends <= reach)
+    same = covered.copy()
+    if len(teacher.ids):
+        after = np.concatenate([teacher.ends[1:], [reach + 1]])
+        same &= (teacher.ends[inside] == student.ends) & (teacher.starts[inside] == student.starts)
+        same &= after[inside] > student.ends
+    return Alignment(teacher=teacher, student=student, matched=np.where(same, inside, -1), covered=covered)
+
+
+class CrossTokenizerScorer(TeacherScorer):
+    """Scores samples with a teacher that has another tokenizer.
+
+    Args:
+        client: as of `TeacherScorer`.
+        aligner: of the teacher and the student.
+        spans: score also tokens that are not one token of the teacher; else they are without effect.
+    """
+
+    def __init__(self, client: Teacher, aligner: Aligner, *, spans: bool):
+        super().__init__(client)
+        self.aligner, self.spans = aligner, spans
+        self._counts, self._thread = TeacherMetrics(), ThreadPoolExecutor(1, "alignment")
+
+    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
+        """Send samples without waiting for scores. Raises the client's errors."""
+        alignments = [self.aligner.align(task, sample) for task, sample in pairs]
+        readings = [
+            _reading(task, sample, each) for (task, sample), each in zip(pairs, alignments, strict=True)
+            if len(each.teacher.ids)
+        ]  # fmt: skip
+        futures, found = iter(self.client.submit(readings)), list[Future[TopK]]()
+        for each in alignments:
+            convert = functools.partial(student_scores, self.aligner.events, each, spans=self.spans)
+            if len(each.teacher.ids):
+                found.append(_converted(next(futures), convert, self._thread))
+            else:
+                found.append(completed_future(convert(None)))
+            self._count(each)
+        return found
+
+    def _count(self, alignment: Alignment) -> None:
+        matched, covered = int((alignment.matched >= 0).sum()), int(alignment.covered.sum())
+        self._counts.aligned_tokens += len(alignment.matched)
+        self._counts.matched_tokens += matched
+        self._counts.span_tokens += (covered - matched) * self.spans
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Exclude requests in this context from the metrics."""
+        counts, self._counts = self._counts, TeacherMetrics()
+        with super().uncounted():
+            yield
+        self._counts = counts
+
+    def drain(self) -> dict[str, TeacherMetrics]:
+        """Return the counters since the last call."""
+        found, counts = self.client.drain_metrics(), self._counts
+        for name in ("aligned_tokens", "matched_tokens", "span_tokens"):
+            setattr(found, name, getattr(counts, name))
+        self._counts = TeacherMetrics()
+        return {"": found}
+
+
+def _reading(task: Task, sample: Sample, alignment: Alignment) -> Reading:
+    prompt = task.token_ids if task.teacher_ids is None else task.teacher_ids
+    positions = len(prompt) + np.arange(len(alignment.teacher.ids))
+    ids = np.concatenate([prompt, alignment.teacher.ids]).astype(np.int32)
+    return Reading(token_ids=ids, positions=positions, name=str(sample.id), keep=sample.status == "given")
+
+
+def _converted(future: Future[TopK], convert: functools.partial[TopK], thread: Executor) -> Future[TopK]:
+    """Return a future of the result, converted in the thread; it has the error of the first one or the conversion."""
+    found: Future[TopK] = Future()
+
+    def settle(done: Future[TopK]) -> None:
+        with contextlib.suppress(InvalidStateError):  # cancelled by its owner
+            try:
+                result = convert(done.result(0))
+            except Exception as error:  # it has to reach the trainer
+                found.set_exception(error)
+            else:
+                found.set_result(result)
+
+    future.add_done_callback(lambda done: thread.submit(settle, done))
+    return found
+
+
+def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | None, *, spans: bool) -> TopK:
+    """Return the teacher's scores of its tokens as scores of the student's, with events as candidates.
+
+    All of the mass of a token that is not scored is in the tail, on both sides: it has no effect. `sampled_logprobs`
+    are NaN there.
+
+    Args:
+        scores: [N, K]; None: no token is scored.
+    """
+    num_rows = len(alignment.matched)
+    sampled, tails = np.full(num_rows, np.nan, np.float32), np.zeros(num_rows, np.float32)
+    rows, sizes, logprobs, members = _no_events()
+    outside = np.zeros(num_rows)
+    if scores is not None:
+        matched = np.flatnonzero(alignment.matched >= 0)
+        places = alignment.matched[matched]
+        sampled[matched], tails[matched] = scores.sampled_logprobs[places], scores.tail_logprobs[places]
+        of, numbers, logprobs, outside[matched] = events.matched(scores.ids[places], scores.logprobs[places])
+        rows, sizes = matched[of], np.diff(events.offsets)[numbers]
+        members = events.members[_ranges(events.offsets[numbers], sizes)]
+    if scores is not None and spans:
+        found = _spans(events, alignment, scores, sampled)
+        rows, sizes, logprobs, members = (np.concatenate(both) for both in zip(
+            (rows, sizes, logprobs, members), found, strict=True,
+        ))  # fmt: skip
+        tails[found[0]] = np.nan
+        order = np.argsort(rows, kind="stable")
+        starts = np.cumsum(sizes) - sizes
+        rows, sizes, logprobs = rows[order], sizes[order], logprobs[order]
+        members = members[_ranges(starts[order], sizes)]
+    return _in_columns(events, num_rows, (rows, sizes, logprobs, members), tails, outside, sampled)
+
+
+Events = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Row, number of members and log-probability of each event, [E], the most likely first in each row; all members."""
+
+
+def _no_events() -> Events:
+    nothing = np.zeros(0, np.int64)
+    return nothing, nothing, nothing.astype(np.float32), nothing.astype(np.int32)
+
+
+def _spans(events: TokenEvents, alignment: Alignment, scores: TopK, sampled: np.ndarray) -> Events:
+    """Return the events of rows in spans, and write the log-probabilities of their tokens into `sampled`."""
+    rows, sizes, masses, members = list[int](), list[int](), list[float](), list[int]()
+    largest = max(1, int(LARGEST_EVENT * events.num_columns))
+    for row in np.flatnonzero(alignment.covered & (alignment.matched < 0)).tolist():
+        own = int(alignment.student.ids[row])
+        start, end = int(alignment.student.starts[row]), int(alignment.student.ends[row])
+        found, sampled[row] = events.in_span(alignment.teacher, scores, start, end)
+        for ids, mass in found:
+            kept = [number for number in ids if number < events.num_ids]
+            if len(kept) > 1:
+                kept = sorted(kept, key=lambda each: (each != own, each))[:largest]
+            rows.append(row)
+            sizes.append(len(kept))
+            masses.append(mass)
+            members += kept
+    logprobs = np.log(np.maximum(masses, 1e-300)).astype(np.float32)
+    return np.array(rows, np.int64), np.array(sizes, np.int64), logprobs, np.array(members, np.int32)
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the concatenation of start ... start + size - 1, int64."""
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+
+
+def _in_columns(
+    events: TokenEvents, num_rows: int, found: Events, tails: np.ndarray, outside: np.ndarray, sampled: np.ndarray
+) -> TopK:
+    """Lay out events in C columns: that of its first member has the event's log-probability.
+
+    Events that do not fit are in the tail. Further columns have other tokens, which are in the tail too.
+
+    Args:
+        tails: float32 [R], log of the mass outside the candidates; NaN: all that is no event.
+        outside: [R], mass of candidates that are no event.
+    """
+    rows, sizes, logprobs, members = found
+    before = np.cumsum(sizes) - sizes
+    start = before - np.concatenate([before, [0]])[np.searchsorted(rows, np.arange(num_rows))][rows]
+    fits = (start + sizes <= events.num_columns) & (sizes > 0)
+    mass = np.exp(logprobs, dtype=np.float64)
+    outside = outside + np.bincount(rows[~fits], mass[~fits], num_rows)
+    inside = np.bincount(rows[fits], mass[fits], num_rows)
+    ids = np.full((num_rows, events.num_columns), -1, np.int32)
+    groups, values = np.full_like(ids, -1), np.full(ids.shape, -np.inf, np.float32)
+    places = np.repeat(rows[fits], sizes[fits]), _ranges(start[fits], sizes[fits])
+    ids[places] = members[_ranges(before[fits], sizes[fits])]
+    groups[places] = np.repeat(start[fits], sizes[fits])
+    values[rows[fits], start[fits]] = logprobs[fits]
+    _fill_gaps(ids, events.num_ids)
+    with np.errstate(divide="ignore"):
+        more = np.log(np.exp(tails, dtype=np.float64) + outside)
+        rest = np.log(np.maximum(0.0, 1 - inside))
+    tail = np.where(np.isnan(tails), rest, np.where(outside > 0, more, tails)).astype(np.float32)
+    return TopK(ids=ids, logprobs=values, tail_logprobs=tail, sampled_logprobs=sampled, groups=groups)
+
+
+def _fill_gaps(ids: np.ndarray, num_ids: int) -> None:
+    """Replace each -1 by an id that its row does not have: the lowest ones."""
+    num_rows, columns = ids.shape
+    most = min(2 * columns, num_ids)
+    free = np.ones((num_rows, most), bool)
+    rows, places = np.nonzero((ids >= 0) & (ids < most))
+    free[rows, ids[rows, places]] = False
+    gaps = ids < 0
+    free &= np.cumsum(free, 1) <= gaps.sum(1)[:, None]
+    ids[gaps] = np.nonzero(free)[1]
