@@ -30,10 +30,21 @@ from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
 from hybrid_gkd.scoring.scorer import Scorer, WorkersScorer, scored
+from hybrid_gkd.scoring.teacher_mixture import mean_scores
 from hybrid_gkd.scoring.teacher_prompts import TaskPrompts
 from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
-from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks, without_given
+from hybrid_gkd.types import (
+    Pair,
+    Rollout,
+    Sample,
+    SampleId,
+    Scored,
+    TopK,
+    teacher_scores,
+    with_tasks,
+    without_given,
+)
 from hybrid_gkd.workers.batches import mean_metrics
 
 UNSCORED: Future[Any] = Future()
@@ -73,6 +84,8 @@ class GKDTrainer(PPOTrainer):
         self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not waits
         """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
         teachers = run_teachers(self.config)
+        self._weights = {f"teacher/{each.name}": each.weight for each in teachers}
+        """Weight of each teacher in the mixture that validation compares with, with distillation.ensemble=sum."""
         slowest = max(teachers, key=lambda each: each.section.request_timeout)
         self._timeout = Timeout(slowest.section.request_timeout, f"{slowest.where}.request_timeout")
         if not any(each.section.is_stored for each in teachers):
@@ -120,6 +133,7 @@ class GKDTrainer(PPOTrainer):
             metrics = self._train_on_log_ratio(rollout, scores, factor)
         else:
             found, metrics = self._policy_signal(rollout)
+            found = self._weighting.without_others(rollout.tasks, found)
             metrics |= self._train_as_scored(with_teacher_weights(found, factor), scores)
         if loss.distillation_loss_coef_schedule != "constant":
             metrics["actor/distillation/coef"] = loss.distillation_loss_coef * factor
@@ -203,7 +217,7 @@ class GKDTrainer(PPOTrainer):
             answers = self.with_old_logprobs([*rollout.samples, *rollout.greedy])  # while the teacher scores
         with self.clock.span("wait_prev_teacher"):
             found = self._take_scores(scores, len(answers))
-        answers = [sample.with_signals(teacher=found[sample.id]) for sample in answers]
+        answers = [with_teacher(sample, found[sample.id]) for sample in answers]
         samples, greedy = answers[: len(rollout.samples)], answers[len(rollout.samples) :]
         coef = self.config.distillation.distillation_loss_coef * factor
         rewards, metrics = teacher_rewards(self.config, samples, coef)
@@ -264,7 +278,7 @@ class GKDTrainer(PPOTrainer):
         for step, pairs in kept:
             self._submit(step, pairs)
 
-    def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, TopK]:
+    def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, Scored]:
         """Call `TeacherScorer.take_scores` with the longest timeout of a request as inactivity timeout."""
         return self.teacher.take_scores(scores, enough, timeout=self._timeout, check=self.check_teacher)
 
@@ -283,7 +297,8 @@ class GKDTrainer(PPOTrainer):
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
             with self.teacher.uncounted():
-                taken = self._take_scores(self.teacher.start(part), len(part))
+                found_scores = self._take_scores(self.teacher.start(part), len(part))
+            taken = {each: mean_scores(scores, self._weights) for each, scores in found_scores.items()}
             with_scores = [sample.with_signals(teacher=taken[sample.id]) for _, sample in part]
             found |= self.group.compute_divergences(self.batches.plan(with_scores))
             scored |= {each: taken[each] for each in shown if each in taken}
@@ -316,15 +331,17 @@ class GKDTrainer(PPOTrainer):
         return text
 
 
-def with_teacher(sample: Sample, scores: TopK | None) -> Sample:
-    """Return the sample with the teacher's scores, if it has any."""
-    return sample if scores is None else sample.with_signals(teacher=scores)
+def with_teacher(sample: Sample, scores: Scored | None) -> Sample:
+    """Return the sample with the scores of its teacher or teachers, if it has any."""
+    if scores is None:
+        return sample
+    return sample.with_signals(**({"teacher": scores} if isinstance(scores, TopK) else scores))
 
 
 def end_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the teacher's log-probability of the ends of completions; low if its own end-of-text token differs."""
-    ended = (s for s in samples if s.status == "stop" and s.num_trained and "teacher" in s.signals)
-    ends = [s.topk("teacher").sampled_logprobs[-1] for s in ended]
+    ended = (teacher_scores(sample) for sample in samples if sample.status == "stop" and sample.num_trained)
+    ends = [each.sampled_logprobs[-1] for scores in ended for each in scores]
     return {"teacher/end_logprob": float(np.mean(ends, dtype=np.float64))} if ends else {}
 
 

@@ -22,6 +22,7 @@ from hybrid_gkd.config import (
     TeacherConfig,
     has_several_teachers,
     run_teachers,
+    summed_teachers,
 )
 from hybrid_gkd.errors import ConfigError, rename_section
 from hybrid_gkd.launch.checks import Facts
@@ -30,7 +31,7 @@ from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher_mixture import MixtureScorer
+from hybrid_gkd.scoring.teacher_mixture import MixtureScorer, SumScorer
 from hybrid_gkd.scoring.teacher_router import TeacherRouter
 from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
 from hybrid_gkd.teacher.client.connection import StudentNeeds
@@ -248,7 +249,9 @@ class RunTeachers:
                 own = TeacherScorer(self.stack.enter_context(cached))
             if not has_several_teachers(facts.config):
                 return own
-            groups[teacher.key][teacher.where.rpartition(".")[2]] = teacher.weight, own
+            groups[teacher.key][teacher.name] = teacher.weight, own
+        if summed_teachers(facts.config):
+            return TeacherRouter({key: SumScorer(group) for key, group in groups.items()})
         return TeacherRouter({
             key: MixtureScorer(group) if len(group) > 1 else next(iter(group.values()))[1]
             for key, group in groups.items()
