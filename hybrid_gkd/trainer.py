@@ -65,12 +65,14 @@ class GKDTrainer(PPOTrainer):
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
             begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
             waits for all scores.
+        takes_turns: several teachers take turns on a GPU. All samples of a rollout are then sent together, so that each
+            has one turn in a step.
         others: see `PPOTrainer`.
     """
 
     def __init__(
         self, *args: Any, teacher: Teacher | TeacherScorer, check_teacher: Callable[[], None] = lambda: None,
-        shares_gpu: bool = False, prompts: TaskPrompts | None = None, **kwargs: Any,
+        shares_gpu: bool = False, takes_turns: bool = False, prompts: TaskPrompts | None = None, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
         self.teacher = teacher if isinstance(teacher, TeacherScorer) else TeacherScorer(teacher)
@@ -97,12 +99,13 @@ class GKDTrainer(PPOTrainer):
         self._logprobs: dict[SampleId, np.ndarray] = {}
         """Log-probabilities of trained tokens from the pass for the student's candidates, if the loss needs them."""
         self._keeps_logprobs = self._needs_old_logprobs and not self._weighting.cuts_before
-        takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
+        self._scores_whole = takes_turns
+        alternates = (shares_gpu or takes_turns) and self.config.actor_rollout_ref.hybrid_engine
         early = not self._candidates  # else the student has a forward pass before, with the weights of the update
-        if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
+        if alternates and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
-        elif early and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
+        elif early and not takes_turns and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
             self.config.full_determinism or self._prompts.waits_for_rewards or self.config.teaches_itself
         ):
             self.generation.on_finished.append(self._submit)
@@ -122,7 +125,7 @@ class GKDTrainer(PPOTrainer):
         factor = distillation_factor(loss.distillation_loss_coef_schedule, rollout.step, self.total_steps)
         samples = rollout.samples + (rollout.greedy if loss.as_reward else ())
         pairs = with_tasks(rollout.tasks, [each for each in samples if each.id not in scores])
-        size = math.ceil(len(pairs) / PARTS) if self._candidates else len(pairs)
+        size = math.ceil(len(pairs) / PARTS) if self._candidates and not self._scores_whole else len(pairs)
         for start in range(0, len(pairs), size or 1):
             self._submit(rollout.step, pairs[start : start + size])
         unknown = len(scores) - len(samples)
@@ -273,9 +276,12 @@ class GKDTrainer(PPOTrainer):
             self._pending[step] |= self.teacher.start(pairs) | dict.fromkeys(unscored, UNSCORED)
 
     def _submit_kept(self) -> None:
-        """Send the samples that were held back."""
-        kept, self._kept = self._kept, []
-        for step, pairs in kept:
+        """Send the samples that were held back, all of a step at once."""
+        kept = defaultdict[int, list[Pair]](list)
+        for step, pairs in self._kept:
+            kept[step] += pairs
+        self._kept = []
+        for step, pairs in kept.items():
             self._submit(step, pairs)
 
     def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, Scored]:

@@ -413,6 +413,11 @@ def _several_teachers(config: Config) -> Rules:
         "distillation.ensemble", config.distillation.ensemble == "none" or len(set(keys)) < len(keys),
         f"needs at least two teachers of {NAMED} with the same key",
     )
+    local = sum(teacher.section.is_local for teacher in run_teachers(config))
+    yield (
+        "distillation.teacher_sharing", config.distillation.teacher_sharing == "memory" or local > 1,
+        f"needs at least two teachers of {NAMED} that this run starts (model.path)",
+    )
     if not has_several_teachers(config):
         return
     unused = unnamed == TeacherConfig(overlap_rollout=unnamed.overlap_rollout)

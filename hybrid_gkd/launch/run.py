@@ -256,7 +256,8 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
             # Known now also for a model of the hub.
             check_same_teacher(facts, teacher, next(iter(client.served.values())))
             logger.info("%s: %s", teacher.label, check_confidence(facts, teacher, client))
-    arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu}
+    takes_turns = any(place.takes_turns for place in memory.teachers.values())
+    arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu, "takes_turns": takes_turns}
     return GKDTrainer(config, teacher=teachers.scorer(), **arguments)
 
 
