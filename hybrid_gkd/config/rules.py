@@ -435,8 +435,8 @@ def _several_teachers(config: Config) -> Rules:
             "distillation.ensemble is mixture or sum",
         )
         yield (
-            f"{NAMED}.{name}", not (mixes and name == "teacher" and unnamed.is_set),
-            f"must have another name with distillation.ensemble: it is that of {UNNAMED}",
+            f"{NAMED}.{name}.key", not (mixes and name == "teacher" and unnamed.is_set),
+            f"must be of another name with distillation.ensemble: teacher is that of {UNNAMED}",
         )
         yield f"{NAMED}.{name}.source", teacher.source == "model", f"must be model: only {UNNAMED} may be the student"
         yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture or sum"

@@ -284,6 +284,24 @@ def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, dra
     assert_equal(found, grads, want, dict(plain.named_parameters()), dense.metrics())
 
 
+def test_weights_are_known_before_the_teachers_of_a_sum_have_answered(models):
+    """The denominator of each teacher's term is the number of tokens of its rows."""
+    config, _, _ = models("sum of teachers")
+    rng, chosen = np.random.default_rng(0), [{"a"}, {"a", "b"}, {"b"}]
+    later = [make_sample(row, prompt=[1], completion=[2] * (row + 1), **{
+        f"weights/distillation/{name}": np.zeros(row + 1, np.float32) for name in {"a", "b"} - own
+    }) for row, own in enumerate(chosen)]  # fmt: skip
+    scored = [
+        sample.with_signals(**random_signals(rng, sample.num_trained, {f"teacher/{name}" for name in own}, False))
+        for sample, own in zip(later, chosen, strict=True)
+    ]
+    for samples in (later, scored):
+        found = with_loss_weights(config, samples)
+        for name, wanted in (("a", [6 / 3, 6 / 3, 0]), ("b", [0, 6 / 5, 6 / 5])):
+            factors = [sample.array(f"weights/distillation/{name}") for sample in found]
+            assert np.concatenate(factors) == pytest.approx(np.repeat(wanted, [1, 2, 3]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "critic"])
 @settings(max_examples=20, deadline=None)
