@@ -126,6 +126,8 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         where = f"scores in {section.cache}" if section.is_stored else where
         where = OWN_WEIGHTS.get(section.source, where).format(decay=section.ema_decay)
         where += f", key {teacher.key}" if has_several_teachers(config) else ""
+        ensemble = config.distillation.ensemble
+        where += f", weight {teacher.weight:g} ({ensemble})" if ensemble != "none" else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         topk = f"top-{config.distillation.topk}"
         topk += f" of {config.distillation.candidates}" if config.distillation.given_topk else ""

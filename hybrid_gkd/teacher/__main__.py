@@ -33,7 +33,7 @@ from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, assign_gpus
-from hybrid_gkd.teacher.server.turns import Turns
+from hybrid_gkd.teacher.server.turns import GpuTurns
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
@@ -175,7 +175,7 @@ def join(arguments: argparse.Namespace) -> int:
         from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
         from hybrid_gkd.teacher.server.scoring_worker import ScoringWorker
 
-    turns = Turns(arguments.turns) if arguments.turns else None
+    turns = GpuTurns(arguments.turns) if arguments.turns else None
     try:
         if turns is not None:
             turns.take()

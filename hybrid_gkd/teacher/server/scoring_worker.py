@@ -31,7 +31,7 @@ from hybrid_gkd.types import Reading, TopK
 
 if TYPE_CHECKING:  # the engines need torch, the link does not
     from hybrid_gkd.teacher.engines.base import ScoringEngine
-    from hybrid_gkd.teacher.server.turns import Turns
+    from hybrid_gkd.teacher.server.turns import GpuTurns
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class ScoringWorker:
     With `turns`, of which it must have the present one, the engine sleeps while it is another worker's turn.
     """
 
-    def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None, turns: Turns | None = None):
+    def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None, turns: GpuTurns | None = None):
         self._engine, self._turns = engine, turns
         name = f"{socket.gethostname()}:{os.getpid()}"
         self._name = f"teacher worker {name}"

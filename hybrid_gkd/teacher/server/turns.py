@@ -14,7 +14,7 @@ TURN_SECONDS = 600.0
 POLL_SECONDS = 0.01
 
 
-class Turns:
+class GpuTurns:
     """The turns of one worker on its GPUs, or on the CPU, among all workers with the same folder.
 
     A worker keeps its turn until another one waits for it and its own requests are done. The turn is a lock on a file

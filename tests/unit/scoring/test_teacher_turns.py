@@ -19,7 +19,7 @@ def reading(name):
 
 
 def teachers(*scores, seconds=60.0):
-    """Teachers in turns, and the stand-ins behind them, which answer when they are told to."""
+    """Teachers in turns, and the stand-ins behind them, which answer when `answer` is called."""
     turns = Turns(seconds)
     behind = [LocalTeacher(score, delay=None) for score in scores]
     return [TeacherInTurn(each, turns) for each in behind], behind, turns
@@ -83,9 +83,9 @@ def test_errors_reach_the_readings(monkeypatch):
 def test_a_worker_has_its_gpus_until_another_one_waits_for_one_of_them(tmp_path, monkeypatch):
     """The locks belong to open files, so that two workers can be in one process here."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    both = server_turns.Turns(str(tmp_path))
+    both = server_turns.GpuTurns(str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    one = server_turns.Turns(str(tmp_path))
+    one = server_turns.GpuTurns(str(tmp_path))
     both.take()
     assert both.has_turn
     assert not both.is_awaited
