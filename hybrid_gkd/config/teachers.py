@@ -68,7 +68,7 @@ def has_several_teachers(config: Config) -> bool:
 
 def summed_teachers(config: Config) -> list[RunTeacher]:
     """Return the teachers that have a term of the loss each, with distillation.ensemble=sum; else none."""
-    return run_teachers(config) if config.distillation.ensemble == "sum" else []
+    return run_teachers(config) if config.distillation.ensemble == "sum" and has_several_teachers(config) else []
 
 
 def distillation_terms(config: Config) -> dict[str, str]:
