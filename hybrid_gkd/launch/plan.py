@@ -324,6 +324,22 @@ def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -
         )  # fmt: skip
 
 
+def check_sleeping_teachers(config: Config, teachers: Mapping[str, TeacherPlacement], free_bytes: int) -> None:
+    """Check that this machine has the host memory of the teachers that sleep while it is another one's turn.
+
+    `teachers`: by label; `free_bytes`: free memory of the machine. Raises ConfigError with the sizes.
+    """
+    places = ((teacher.section.model.path or "", teachers.get(teacher.label)) for teacher in run_teachers(config))
+    sizes = [_weight_bytes(path) * each.replicas for path, each in places if each and each.takes_turns and each.gpus]
+    needed = sum(sizes) - min(sizes, default=0)
+    if needed > free_bytes:
+        raise ConfigError(
+            "distillation.teacher_sharing",
+            f"the models of sleeping teachers need {needed / GIB:.1f} GiB of host memory, "
+            f"{free_bytes / GIB:.1f} GiB are free", config.distillation.teacher_sharing,
+        )  # fmt: skip
+
+
 def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
     """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, and the exports."""
     student = trained[0]

@@ -20,7 +20,14 @@ from transformers import (
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, make_plan, memory_lines
+from hybrid_gkd.launch.plan import (
+    check_free_memory,
+    check_sleeping_teachers,
+    checkpoint_bytes,
+    disk_bytes,
+    make_plan,
+    memory_lines,
+)
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
@@ -832,5 +839,11 @@ def test_several_teachers_on_the_workers_card_are_all_counted(tmp_path):
     assert with_planned_caches(given, found, CARD) is None
     given.distillation.teacher_sharing = "turns"
     in_turns = memory(given, SEVEN_B).phases(CARD)["update"]
+    in_turn = place_teachers(given, device="cuda", gpus=1)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    check_sleeping_teachers(given, in_turn, 2 * size)  # the third one is awake
+    with pytest.raises(ConfigError, match=r"distillation\.teacher_sharing: the models of sleeping teachers need"):
+        check_sleeping_teachers(given, in_turn, 2 * size - 1)
+    check_sleeping_teachers(given, found.teachers, 0)
     largest = phases["update"]["teacher c"]
     assert [in_turns[f"teacher {name}"] for name in "abc"] == [SLEEPING_ENGINE_BYTES, SLEEPING_ENGINE_BYTES, largest]
