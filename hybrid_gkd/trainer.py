@@ -30,10 +30,21 @@ from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
 from hybrid_gkd.scoring.scorer import Scorer, WorkersScorer, scored
+from hybrid_gkd.scoring.teacher_mixture import mean_scores
 from hybrid_gkd.scoring.teacher_prompts import TaskPrompts
 from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
-from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks, without_given
+from hybrid_gkd.types import (
+    Pair,
+    Rollout,
+    Sample,
+    SampleId,
+    Scored,
+    TopK,
+    teacher_scores,
+    with_tasks,
+    without_given,
+)
 from hybrid_gkd.workers.batches import mean_metrics
 
 UNSCORED: Future[Any] = Future()
@@ -54,12 +65,14 @@ class GKDTrainer(PPOTrainer):
         shares_gpu: the teacher uses a GPU of the student. Prefetched batches are then sent when the next generation
             begins, since generation leaves part of the GPU idle and an update does not. With several workers an update
             waits for all scores.
+        takes_turns: several teachers take turns on a GPU. All samples of a rollout are then sent together, so that each
+            has one turn in a step.
         others: see `PPOTrainer`.
     """
 
     def __init__(
         self, *args: Any, teacher: Teacher | TeacherScorer, check_teacher: Callable[[], None] = lambda: None,
-        shares_gpu: bool = False, prompts: TaskPrompts | None = None, **kwargs: Any,
+        shares_gpu: bool = False, takes_turns: bool = False, prompts: TaskPrompts | None = None, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
         self.teacher = teacher if isinstance(teacher, TeacherScorer) else TeacherScorer(teacher)
@@ -73,6 +86,8 @@ class GKDTrainer(PPOTrainer):
         self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not waits
         """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
         teachers = run_teachers(self.config)
+        self._weights = {f"teacher/{each.name}": each.weight for each in teachers}
+        """Weight of each teacher in the mixture that validation compares with, with distillation.ensemble=sum."""
         slowest = max(teachers, key=lambda each: each.section.request_timeout)
         self._timeout = Timeout(slowest.section.request_timeout, f"{slowest.where}.request_timeout")
         if not any(each.section.is_stored for each in teachers):
@@ -84,12 +99,13 @@ class GKDTrainer(PPOTrainer):
         self._logprobs: dict[SampleId, np.ndarray] = {}
         """Log-probabilities of trained tokens from the pass for the student's candidates, if the loss needs them."""
         self._keeps_logprobs = self._needs_old_logprobs and not self._weighting.cuts_before
-        takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
+        self._scores_whole = takes_turns
+        alternates = (shares_gpu or takes_turns) and self.config.actor_rollout_ref.hybrid_engine
         early = not self._candidates  # else the student has a forward pass before, with the weights of the update
-        if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
+        if alternates and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
-        elif early and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
+        elif early and not takes_turns and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
             self.config.full_determinism or self._prompts.waits_for_rewards or self.config.teaches_itself
         ):
             self.generation.on_finished.append(self._submit)
@@ -109,7 +125,7 @@ class GKDTrainer(PPOTrainer):
         factor = distillation_factor(loss.distillation_loss_coef_schedule, rollout.step, self.total_steps)
         samples = rollout.samples + (rollout.greedy if loss.as_reward else ())
         pairs = with_tasks(rollout.tasks, [each for each in samples if each.id not in scores])
-        size = math.ceil(len(pairs) / PARTS) if self._candidates else len(pairs)
+        size = math.ceil(len(pairs) / PARTS) if self._candidates and not self._scores_whole else len(pairs)
         for start in range(0, len(pairs), size or 1):
             self._submit(rollout.step, pairs[start : start + size])
         unknown = len(scores) - len(samples)
@@ -120,6 +136,7 @@ class GKDTrainer(PPOTrainer):
             metrics = self._train_on_log_ratio(rollout, scores, factor)
         else:
             found, metrics = self._policy_signal(rollout)
+            found = self._weighting.without_others(rollout.tasks, found)
             metrics |= self._train_as_scored(with_teacher_weights(found, factor), scores)
         if loss.distillation_loss_coef_schedule != "constant":
             metrics["actor/distillation/coef"] = loss.distillation_loss_coef * factor
@@ -203,7 +220,7 @@ class GKDTrainer(PPOTrainer):
             answers = self.with_old_logprobs([*rollout.samples, *rollout.greedy])  # while the teacher scores
         with self.clock.span("wait_prev_teacher"):
             found = self._take_scores(scores, len(answers))
-        answers = [sample.with_signals(teacher=found[sample.id]) for sample in answers]
+        answers = [with_teacher(sample, found[sample.id]) for sample in answers]
         samples, greedy = answers[: len(rollout.samples)], answers[len(rollout.samples) :]
         coef = self.config.distillation.distillation_loss_coef * factor
         rewards, metrics = teacher_rewards(self.config, samples, coef)
@@ -259,12 +276,15 @@ class GKDTrainer(PPOTrainer):
             self._pending[step] |= self.teacher.start(pairs) | dict.fromkeys(unscored, UNSCORED)
 
     def _submit_kept(self) -> None:
-        """Send the samples that were held back."""
-        kept, self._kept = self._kept, []
-        for step, pairs in kept:
+        """Send the samples that were held back, all of a step at once."""
+        kept = defaultdict[int, list[Pair]](list)
+        for step, pairs in self._kept:
+            kept[step] += pairs
+        self._kept = []
+        for step, pairs in kept.items():
             self._submit(step, pairs)
 
-    def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, TopK]:
+    def _take_scores(self, scores: Scores, enough: int) -> dict[SampleId, Scored]:
         """Call `TeacherScorer.take_scores` with the longest timeout of a request as inactivity timeout."""
         return self.teacher.take_scores(scores, enough, timeout=self._timeout, check=self.check_teacher)
 
@@ -283,7 +303,8 @@ class GKDTrainer(PPOTrainer):
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
             with self.teacher.uncounted():
-                taken = self._take_scores(self.teacher.start(part), len(part))
+                found_scores = self._take_scores(self.teacher.start(part), len(part))
+            taken = {each: mean_scores(scores, self._weights) for each, scores in found_scores.items()}
             with_scores = [sample.with_signals(teacher=taken[sample.id]) for _, sample in part]
             found |= self.group.compute_divergences(self.batches.plan(with_scores))
             scored |= {each: taken[each] for each in shown if each in taken}
@@ -316,15 +337,17 @@ class GKDTrainer(PPOTrainer):
         return text
 
 
-def with_teacher(sample: Sample, scores: TopK | None) -> Sample:
-    """Return the sample with the teacher's scores, if it has any."""
-    return sample if scores is None else sample.with_signals(teacher=scores)
+def with_teacher(sample: Sample, scores: Scored | None) -> Sample:
+    """Return the sample with the scores of its teacher or teachers, if it has any."""
+    if scores is None:
+        return sample
+    return sample.with_signals(**({"teacher": scores} if isinstance(scores, TopK) else scores))
 
 
 def end_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the teacher's log-probability of the ends of completions; low if its own end-of-text token differs."""
-    ended = (s for s in samples if s.status == "stop" and s.num_trained and "teacher" in s.signals)
-    ends = [s.topk("teacher").sampled_logprobs[-1] for s in ended]
+    ended = (teacher_scores(sample) for sample in samples if sample.status == "stop" and sample.num_trained)
+    ends = [each.sampled_logprobs[-1] for scores in ended for each in scores]
     ends = [each for each in ends if not np.isnan(each)]
     return {"teacher/end_logprob": float(np.mean(ends, dtype=np.float64))} if ends else {}
 

@@ -108,6 +108,7 @@ Signal = np.ndarray | TopK
 """One value per trained token, float32 [R], or the candidates of a policy."""
 SIGNALS = {
     "teacher": "TopK of the teacher",
+    "teacher/<name>": "TopK of one of several teachers in place of `teacher`, with distillation.ensemble=sum",
     "student_topk": "TopK of the student, whose ids are candidates of the teacher (distillation.candidates)",
     "rewards": "[R] reward of each token; the score of the whole sample is at its last trained token",
     "advantages": "[R] advantage of each token",
@@ -124,6 +125,10 @@ SIGNALS = {
     "sft": "[R] factor of the cross-entropy of each token of a given completion",
 }
 """Names of the signals that loss terms, critic and metrics read; a sample without one has weight 0 there."""
+Scored = TopK | abc.Mapping[str, TopK]
+"""Scores of a sample: its teacher's, or with distillation.ensemble=sum each teacher's by signal."""
+
+
 class TokenMean(float):
     """A metric of an optimizer step: the mean over trained tokens of all workers, with their number."""
 
@@ -228,6 +233,11 @@ class Sample:
 
 Pair = tuple[Task, Sample]
 """A sample with its task."""
+
+
+def teacher_scores(sample: Sample) -> list[TopK]:
+    """Return the scores of each teacher of a sample."""
+    return [sample.topk(name) for name in sample.signals if name == "teacher" or name.startswith("teacher/")]
 
 
 def with_tasks(tasks: abc.Iterable[Task], samples: abc.Iterable[Sample]) -> list[Pair]:

@@ -54,8 +54,10 @@ from hybrid_gkd.config.teachers import (
     NAMED,
     UNNAMED,
     RunTeacher,
+    distillation_terms,
     has_several_teachers,
     run_teachers,
+    summed_teachers,
 )
 
 __all__ = [
@@ -100,9 +102,11 @@ __all__ = [
     "TrainerConfig",
     "ValKwargs",
     "WandbConfig",
+    "distillation_terms",
     "has_several_teachers",
     "prompts_per_update",
     "rejection_bounds",
     "run_teachers",
+    "summed_teachers",
     "updates_per_step",
 ]

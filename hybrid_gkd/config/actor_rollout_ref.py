@@ -409,7 +409,8 @@ class NamedTeacherConfig(TeacherConfig):
     """Value of the column distillation.teacher_key in the rows that this teacher scores; null takes its name below
     distillation.teacher_models. `default` scores all rows without another teacher."""
     weight: float = field(default=1.0, metadata=rules.POSITIVE)
-    """Weight among the teachers with the same key, with distillation.ensemble; relative to their sum."""
+    """Weight among the teachers with the same key, relative to their sum, with distillation.ensemble=mixture; factor of
+    the teacher's loss with sum."""
 
 
 @dataclass

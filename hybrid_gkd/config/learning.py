@@ -22,9 +22,13 @@ class DistillationConfig:
     the rows that have its key. actor_rollout_ref.teacher, if set too, scores the rest. See docs/teacher.md."""
     teacher_key: str = "data_source"
     """Column with the key of each row's teacher, with several teachers."""
-    ensemble: Literal["none", "mixture"] = "none"
+    ensemble: Literal["none", "mixture", "sum"] = "none"
     """Teachers of teacher_models with the same key: not allowed (none), or all score a row, and the student learns the
-    weighted mean of their probabilities (mixture)."""
+    weighted mean of their probabilities (mixture), or the losses of all teachers are added, each with its weight
+    (sum)."""
+    teacher_sharing: Literal["memory", "turns"] = "memory"
+    """Local teachers on one GPU: divide its memory (memory), or take turns with all of it (turns): the models of the
+    others are on the host, and teachers score whole rollouts one after the other."""
     on_policy_fraction: float | None = field(default=None, metadata=rules.SHARE)
     """Fraction of the tasks with a given completion (data.response_key) that the student completes itself (lambda in
     arXiv 2306.13649), chosen anew for each batch; null: none of them."""

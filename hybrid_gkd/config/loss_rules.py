@@ -124,6 +124,12 @@ def distillation_loss(config: Config) -> Rules:
         f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
         "about the policy that sampled the completions",
     )
+    adds, several = loss.ensemble == "sum", f"with {key}.ensemble=sum"
+    yield f"{key}.as_reward", not (adds and loss.as_reward), f"must be false {several}; a mixture has one log-ratio"
+    depends_on = None if loss.weighting is None else loss.weighting.needs
+    yield f"{key}.token_weights", not adds or depends_on in (None, "completion"), (
+        f"must be uniform or position {several}: others depend on the scores of one teacher"
+    )
     yield from _token_weights(config)
     yield from _cross_tokenizer(config)
     own_candidates, needs = loss.candidates != "teacher", f"must be teacher with {key}"

@@ -413,6 +413,11 @@ def _several_teachers(config: Config) -> Rules:
         "distillation.ensemble", config.distillation.ensemble == "none" or len(set(keys)) < len(keys),
         f"needs at least two teachers of {NAMED} with the same key",
     )
+    local = sum(teacher.section.is_local for teacher in run_teachers(config))
+    yield (
+        "distillation.teacher_sharing", config.distillation.teacher_sharing == "memory" or local > 1,
+        f"needs at least two teachers of {NAMED} that this run starts (model.path)",
+    )
     if not has_several_teachers(config):
         return
     unused = unnamed == TeacherConfig(overlap_rollout=unnamed.overlap_rollout)
@@ -420,17 +425,21 @@ def _several_teachers(config: Config) -> Rules:
         f"must be set, or server_ip, with other keys of {UNNAMED}: each teacher of {NAMED} has its own; only "
         "overlap_rollout is for all"
     )
-    mixes = config.distillation.ensemble == "mixture"
+    mixes = config.distillation.ensemble != "none"
     templates = {teacher.key: teacher.section.chat_template for teacher in reversed(run_teachers(config))}
     for place, (name, teacher) in enumerate(named.items()):
         others = keys[:place] + keys[len(named) :]
         yield (
             f"{NAMED}.{name}.key", keys[place] not in others or mixes,
             f"must differ between teachers ({', '.join(keys)}), of which {UNNAMED} has default, unless "
-            "distillation.ensemble=mixture",
+            "distillation.ensemble is mixture or sum",
+        )
+        yield (
+            f"{NAMED}.{name}.key", not (mixes and name == "teacher" and unnamed.is_set),
+            f"must be of another name with distillation.ensemble: teacher is that of {UNNAMED}",
         )
         yield f"{NAMED}.{name}.source", teacher.source == "model", f"must be model: only {UNNAMED} may be the student"
-        yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture"
+        yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture or sum"
         yield (
             f"{NAMED}.{name}.chat_template", teacher.chat_template == templates[keys[place]],
             f"must be the same for all teachers with the key {keys[place]}",

@@ -30,13 +30,18 @@ class RunTeacher:
         return self.config.actor_rollout_ref.teacher
 
     @property
+    def name(self) -> str:
+        """Return its name below distillation.teacher_models; that of actor_rollout_ref.teacher is "teacher"."""
+        return self.where.rpartition(".")[2]
+
+    @property
     def label(self) -> str:
         """Return its name in messages: "teacher", or "teacher <name>" if it is one of distillation.teacher_models."""
-        return "teacher" if self.where == UNNAMED else f"teacher {self.where.rpartition('.')[2]}"
+        return "teacher" if self.where == UNNAMED else f"teacher {self.name}"
 
     @property
     def weight(self) -> float:
-        """Return its weight among the teachers with the same key."""
+        """Return its weight with distillation.ensemble."""
         return self.section.weight if isinstance(self.section, NamedTeacherConfig) else 1.0
 
 
@@ -59,6 +64,17 @@ def run_teachers(config: Config) -> list[RunTeacher]:
 def has_several_teachers(config: Config) -> bool:
     """Return whether rows choose among teachers."""
     return config.distillation.enabled and bool(config.distillation.teacher_models)
+
+
+def summed_teachers(config: Config) -> list[RunTeacher]:
+    """Return the teachers that have a term of the loss each, with distillation.ensemble=sum; else none."""
+    return run_teachers(config) if config.distillation.ensemble == "sum" and has_several_teachers(config) else []
+
+
+def distillation_terms(config: Config) -> dict[str, str]:
+    """Return term of the loss -> its signal: of all teachers together, or of each of `summed_teachers`."""
+    found = {f"distillation/{each.name}": f"teacher/{each.name}" for each in summed_teachers(config)}
+    return found or {"distillation": "teacher"}
 
 
 def use_only_teacher(config: Config) -> None:

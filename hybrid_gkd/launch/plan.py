@@ -126,6 +126,8 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         where = f"scores in {section.cache}" if section.is_stored else where
         where = OWN_WEIGHTS.get(section.source, where).format(decay=section.ema_decay)
         where += f", key {teacher.key}" if has_several_teachers(config) else ""
+        ensemble = config.distillation.ensemble
+        where += f", weight {teacher.weight:g} ({ensemble})" if ensemble != "none" else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         topk = f"top-{config.distillation.topk}"
         topk += f" of {config.distillation.candidates}" if config.distillation.given_topk else ""
@@ -319,6 +321,22 @@ def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -
             f"with a second copy of the student's weights {workers} training worker(s) need {needed / GIB:.1f} GiB of "
             f"host memory, but {free_bytes / GIB:.1f} GiB are free; live needs no copy, and with LoRA "
             "(actor_rollout_ref.model.lora_rank) it is small", source,
+        )  # fmt: skip
+
+
+def check_sleeping_teachers(config: Config, teachers: Mapping[str, TeacherPlacement], free_bytes: int) -> None:
+    """Check that this machine has the host memory of the teachers that sleep while it is another one's turn.
+
+    `teachers`: by label; `free_bytes`: free memory of the machine. Raises ConfigError with the sizes.
+    """
+    places = ((teacher.section.model.path or "", teachers.get(teacher.label)) for teacher in run_teachers(config))
+    sizes = [_weight_bytes(path) * each.replicas for path, each in places if each and each.takes_turns and each.gpus]
+    needed = sum(sizes) - min(sizes, default=0)
+    if needed > free_bytes:
+        raise ConfigError(
+            "distillation.teacher_sharing",
+            f"the models of sleeping teachers need {needed / GIB:.1f} GiB of host memory, "
+            f"{free_bytes / GIB:.1f} GiB are free", config.distillation.teacher_sharing,
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from hybrid_gkd.launch.other_tokenizer import tokenizers
 from hybrid_gkd.launch.plan import (
     TOKENIZER_BYTES,
     check_host_memory,
+    check_sleeping_teachers,
     checkpoint_bytes,
     checkpoint_files,
     disk_bytes,
@@ -260,6 +261,7 @@ def plan(facts: Facts) -> str:
         facts.config, facts.trained, facts.device, facts.local_teachers, engine=facts.engine,
         gpu_bytes=facts.gpu_bytes, steps=facts.steps, steps_done=facts.steps_done,
     )
+    check_sleeping_teachers(facts.config, facts.local_teachers, free_host_bytes())
     if facts.config.ray_init.address is None:
         check_host_memory(facts.config, facts.plan.host, free_host_bytes())
     return str(facts.plan)

@@ -273,7 +273,9 @@ class Assembly:
             assert facts.num_ids is not None
             return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
         assert facts.plan is not None
-        arguments |= {"check_teacher": self.teachers.check, "shares_gpu": facts.plan.memory.shares_gpu}
+        memory = facts.plan.memory
+        takes_turns = any(place.takes_turns for place in memory.teachers.values())
+        arguments |= {"check_teacher": self.teachers.check, "shares_gpu": memory.shares_gpu, "takes_turns": takes_turns}
         assert teacher is not None
         return GKDTrainer(config, teacher=teacher, **arguments)
 

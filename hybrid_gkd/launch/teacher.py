@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from hybrid_gkd.config import (
     TeacherConfig,
     has_several_teachers,
     run_teachers,
+    summed_teachers,
 )
 from hybrid_gkd.errors import ConfigError, rename_section
 from hybrid_gkd.launch.checks import Facts
@@ -31,9 +33,10 @@ from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher_mixture import MixtureScorer
+from hybrid_gkd.scoring.teacher_mixture import MixtureScorer, SumScorer
 from hybrid_gkd.scoring.teacher_router import TeacherRouter
 from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
+from hybrid_gkd.scoring.teacher_turns import TeacherInTurn, Turns
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.engine_table import resolve_backend, weights_fingerprint
@@ -133,10 +136,10 @@ def local_weights(config: Config) -> str:
     return weights_fingerprint(options, resolve_backend(section.backend))
 
 
-def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int) -> TeacherProcess:
+def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int, turns: str = "") -> TeacherProcess:
     """Return the context manager of a teacher's service, which loads in the background. Raises ConfigError.
 
-    `num_threads`: CPU threads of each replica on a machine without a GPU.
+    `num_threads`: CPU threads of each replica on a machine without a GPU; `turns`: folder of the turns of several.
     """
     config, section, place = teacher.config, teacher.section, plan.memory.teachers[teacher.label]
     assert section.model.path is not None
@@ -150,6 +153,8 @@ def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int) -
     ]
     if config.actor_rollout_ref.model.trust_remote_code:
         options.append("--trust-remote-code")
+    if place.takes_turns:
+        options.append(f"--turns={turns}")
     return TeacherProcess(
         section.model.path, port=section.server_port or 0, options=options,
         n_logprobs=max(config.distillation.topk, config.distillation.given_topk),
@@ -196,14 +201,17 @@ class RunTeachers:
         self.processes: dict[str, TeacherProcess] = {}
         """Services of this run by label."""
         num_threads, taken = threads_per_process(facts.config), set[int]()
+        takes_turns, folder = any(place.takes_turns for place in self.places.values()), ""
+        if takes_turns:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid_gkd_turns_"))
         for teacher in run_teachers(loading):
             with rename_section(UNNAMED, teacher.where):
                 if teacher.label in self.places:
                     gpus = set(self.places[teacher.label].gpus)
-                    if gpus & taken:
+                    if gpus & taken or takes_turns:
                         self.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
                     taken |= gpus
-                    process = make_teacher_process(teacher, facts.plan, num_threads)
+                    process = make_teacher_process(teacher, facts.plan, num_threads, folder)
                     self.processes[teacher.label] = stack.enter_context(process)
                 elif teacher.section.server_ip is not None:
                     self._connect(teacher, teacher.section.endpoints)
@@ -243,15 +251,23 @@ class RunTeachers:
         """Return the scorer of all teachers, with their stores of scores. Raises TeacherError."""
         groups, facts = defaultdict[str, dict[str, tuple[float, TeacherScorer]]](dict), self.facts
         assert facts.num_ids is not None
+        turns: Turns | None = None
         for teacher in run_teachers(facts.config):
             with rename_section(UNNAMED, teacher.where):
                 client = self.clients.get(teacher.label)
                 cached = with_cache(teacher.config, facts.tokenizer, client, facts.num_ids)
+                scores = self.stack.enter_context(cached)
+                if teacher.label in self.places and self.places[teacher.label].takes_turns:
+                    seconds = max(each.section.request_timeout for each in run_teachers(facts.config))
+                    turns = turns or self.stack.enter_context(contextlib.closing(Turns(seconds)))
+                    scores = TeacherInTurn(scores, turns)
                 served = next(iter(client.served.values())) if client is not None else None
-                own = make_scorer(facts, teacher, self.stack.enter_context(cached), served)
+                own = make_scorer(facts, teacher, scores, served)
             if not has_several_teachers(facts.config):
                 return own
-            groups[teacher.key][teacher.where.rpartition(".")[2]] = teacher.weight, own
+            groups[teacher.key][teacher.name] = teacher.weight, own
+        if summed_teachers(facts.config):
+            return TeacherRouter({key: SumScorer(group) for key, group in groups.items()})
         return TeacherRouter({
             key: MixtureScorer(group) if len(group) > 1 else next(iter(group.values()))[1]
             for key, group in groups.items()

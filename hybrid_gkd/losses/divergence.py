@@ -253,10 +253,10 @@ def _outcomes(
         return teacher.log_softmax(-1), student.log_softmax(-1)
     if tail != "bucket":
         raise ValueError(f"tail must be 'bucket', 'none' or 'renormalise'; got {tail!r}")
-    teacher = torch.cat([teacher, _log_tail(teacher, teacher_tail)], -1)
+    teacher = torch.cat([teacher, log_tail(teacher, teacher_tail)], -1)
     if teacher_tail is not None:  # float16 has moved P by up to entropy / 2048, and 0 is to be the least divergence
         teacher = teacher.log_softmax(-1)
-    return teacher, torch.cat([student, _log_tail(student, student_tail)], -1)
+    return teacher, torch.cat([student, log_tail(student, student_tail)], -1)
 
 
 def _aligned(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ def _aligned(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
     return teacher.masked_fill(teacher.isneginf(), -TAIL_LIMIT), student.masked_fill(student.isneginf(), -TAIL_LIMIT)
 
 
-def _log_tail(logprobs: Tensor, tail: Tensor | None) -> Tensor:
+def log_tail(logprobs: Tensor, tail: Tensor | None = None) -> Tensor:
     """The log of the mass outside of S, [T, 1], bounded from below; `tail` [T] if it is known by itself."""
     # A plain clamp would also cut the gradient, just where the student must learn that mass outside of S exists.
     if tail is not None:

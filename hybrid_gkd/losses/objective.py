@@ -18,6 +18,9 @@ from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
 from hybrid_gkd.losses.terms import Metrics, Signals, Student, Term, by_event, old_logprobs
 
+POOLED = ("actor/kl_loss", "actor/distillation/")
+"""Prefixes of metrics that are means over the tokens of all teachers: one with two teachers counts twice."""
+
 
 class Objective:
     """The loss of a run.
@@ -34,12 +37,12 @@ class Objective:
         """Whether the last column of the log-probabilities must be the sampled token."""
         self.candidates = tuple(dict.fromkeys(term.signal for term in terms if term.of_candidates))
         """Signals whose candidates are the columns before it, those that a micro-batch has; the mass outside of the
-        first one's follows these (`tail_topk` of the head)."""
+        first one's follows these (`tail_topk` of the head), that outside of others is 1 - Q, see divergence.py."""
         factors = [name for term in terms for name in _factors(term)]
         self.signals = tuple(dict.fromkeys([*(term.signal for term in terms), "old_logprobs", "weights", *factors]))
         """Names of all that it reads."""
         self.reported: dict[str, tuple[str, ...]] = {}
-        """Metrics of `loss_fn` -> the signals of which a token has one, where the metric is of it."""
+        """Metrics of `loss_fn` -> the signals of which a token has one, where the metric is of it; see POOLED."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
         for term in terms:
             topk = {"logprobs": row, "tail_logprobs": none, "sampled_logprobs": none}
@@ -78,7 +81,7 @@ class Objective:
                 known = chunk.get(f"has.{term.signal}")
                 value, found = term.function(chunk, _student(term, blocks, logprobs, known))
                 for name, part in found.items():
-                    metrics[name] = _merged(metrics.get(name), part.detach(), known)
+                    metrics[name] = _merged(name, metrics.get(name), part.detach(), known)
                 value = value * term.coefficient
                 weights, *factors = _factors(term)
                 for name in factors:
@@ -126,7 +129,7 @@ class Objective:
 def _factors(term: Term) -> tuple[str, ...]:
     """Names of a term's own weights, in the place of `weights`, and of its further factors."""
     of_sampled = ("sampled_weights",) if term.of_sampled else ()
-    return f"weights/{term.name}", *of_sampled, f"{term.signal}_weights"
+    return f"weights/{term.name}", *of_sampled, f"{term.signal.partition('/')[0]}_weights"
 
 
 def _student(term: Term, blocks: dict[str, slice], logprobs: Tensor, known: Tensor | None) -> Student:
@@ -134,13 +137,18 @@ def _student(term: Term, blocks: dict[str, slice], logprobs: Tensor, known: Tens
     if known is not None:
         logprobs = torch.where(known[:, None], logprobs, -math.log(logprobs.shape[1]))
     columns = blocks.get(term.signal, slice(0, 0))
-    has_tail = columns.stop > columns.start == 0
-    return Student(logprobs[:, -1], logprobs[:, columns], logprobs[:, columns.stop] if has_tail else None)
+    candidates = logprobs[:, columns]
+    if columns.stop == 0:
+        return Student(logprobs[:, -1], candidates, None)
+    tail = divergence.log_tail(candidates)[:, 0] if columns.start else logprobs[:, columns.stop]
+    return Student(logprobs[:, -1], candidates, tail)
 
 
-def _merged(before: Tensor | None, part: Tensor, known: Tensor | None) -> Tensor:
-    """A metric [r] with what a further term reports where its signal is `known`; of what is true or not, either's."""
-    if before is None:
-        return part if known is None else torch.where(known, part, torch.zeros_like(part))
+def _merged(name: str, before: Tensor | None, part: Tensor, known: Tensor | None) -> Tensor:
+    """A metric [r] with what a further term reports where its signal is `known`: the sum of those that are POOLED; of
+    what is true or not, either's."""
+    if before is None or name.startswith(POOLED):
+        own = part if known is None else torch.where(known, part, torch.zeros_like(part))
+        return own if before is None else before * 1.0 + own
     part = part if known is None else torch.where(known, part, before)
     return part | before if part.dtype == torch.bool else part

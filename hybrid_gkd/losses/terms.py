@@ -41,7 +41,7 @@ class Student(NamedTuple):
     candidates: Tensor
     """[r, K], of the candidates of the term's signal; K = 0 where that has none."""
     tail: Tensor | None
-    """[r], the log of the mass outside of them; None: not known by itself."""
+    """[r], the log of the mass outside of them; None without candidates."""
 
 
 def by_event(student: Student, groups: Tensor) -> Student:
@@ -62,9 +62,10 @@ class Term:
     """One summand of the loss."""
 
     name: str
-    """Name in TERMS of table.py; weights/<name> are its weights unless it applies to all samples."""
+    """Name in TERMS of table.py, with distillation.ensemble=sum followed by / and the name of its teacher;
+    weights/<name> are its weights unless it applies to all samples."""
     signal: str
-    """Signal that a sample must have; <signal>_weights are further factors."""
+    """Signal that a sample must have; <signal>_weights, without the name of a teacher, are further factors."""
     function: Callable[[Signals, Student], tuple[Tensor, Metrics]]
     """A chunk's signals and the student -> the value [r], with gradient, and what is reported."""
     of_sampled: bool
@@ -140,22 +141,24 @@ def reference(kl: Divergence, coefficient: float) -> Term:
 
 def distillation(
     divergences: Sequence[tuple[float, Divergence]], *, tail: str, beta: float, coefficient: float,
-    limit: float | None = None, estimator: str = "", policy: Policy | None = None,
+    limit: float | None = None, estimator: str = "", policy: Policy | None = None, teacher: str = "",
 ) -> Term:
     """The weighted sum of divergences to the teacher, each token's between -limit and limit.
 
-    With `policy` its policy gradient, by the `estimator` k1, k2 or k3; `limit` is then of the advantage.
+    With `policy` its policy gradient, by the `estimator` k1, k2 or k3; `limit` is then of the advantage. One of several
+    has the name of its `teacher`, and reports divergences of its own.
     """
-    settings = {"tail": tail, "beta": beta}
+    settings, suffix = {"tail": tail, "beta": beta}, f"/{teacher}" if teacher else ""
+    signal = f"teacher{suffix}"
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
-        teacher, teacher_tail = chunk["teacher.logprobs"], chunk["teacher.tail_logprobs"]
-        if "teacher.groups" in chunk:
-            student = by_event(student, chunk["teacher.groups"])
-            given = chunk["teacher.sampled_logprobs"]
-            chunk = {**chunk, "teacher.sampled_logprobs": torch.where(given.isnan(), student.sampled.detach(), given)}
+        target, teacher_tail = chunk[f"{signal}.logprobs"], chunk[f"{signal}.tail_logprobs"]
+        given = chunk[f"{signal}.sampled_logprobs"]
+        if f"{signal}.groups" in chunk:
+            student = by_event(student, chunk[f"{signal}.groups"])
+            given = torch.where(given.isnan(), student.sampled.detach(), given)
         # In every mode, so that runs with different losses can be compared.
-        found = divergence.compare(teacher, student.candidates, teacher_tail, student.tail)
+        found = divergence.compare(target, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl
         known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
         values = []
@@ -163,11 +166,11 @@ def distillation(
             if tail == "bucket" and row in known:
                 value = known[row]
             elif row.signal == "sampled":
-                value = row.function(chunk["teacher.sampled_logprobs"], student.sampled)
+                value = row.function(given, student.sampled)
             else:
                 options = {name: settings[name] for name in row.options}
                 tails = divergence.tails_for(row.function, teacher_tail, student.tail)
-                value = row.function(teacher, student.candidates, **tails, **options)
+                value = row.function(target, student.candidates, **tails, **options)
             values.append(factor * value)
         value = torch.stack(values).sum(0)
         metrics = {
@@ -179,12 +182,15 @@ def distillation(
             "actor/distillation/student_mass": divergence.support_mass(student.candidates.detach()),
             "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # float16 has rounded the candidates' own
         }
+        if suffix:
+            own = {"kl_loss": value, "forward_kl": forward, "reverse_kl": reverse}
+            metrics |= {f"actor/distillation{suffix}/{name}": part for name, part in own.items()}
         for number in range(QUARTERS) if "quarter" in chunk else ():
-            name = f"actor/distillation/forward_kl/q{number + 1}"
-            metrics[name] = torch.where(chunk["quarter"] == number, forward, 0.0)
+            of_quarter = torch.where(chunk["quarter"] == number, forward, 0.0)
+            metrics[f"actor/distillation/forward_kl/q{number + 1}"] = of_quarter
         weight = value
         if policy is not None:
-            weight = divergence.score_weight(estimator, chunk["teacher.sampled_logprobs"], student.sampled)
+            weight = divergence.score_weight(estimator, given, student.sampled)
         if limit is not None:
             metrics["actor/distillation/clamp_share"] = weight.abs() > limit
             value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)
@@ -195,6 +201,6 @@ def distillation(
         return loss + (value - weight).detach(), metrics | reported
 
     return Term(
-        name="distillation", signal="teacher", function=function, coefficient=coefficient, of_candidates=True,
+        name=f"distillation{suffix}", signal=signal, function=function, coefficient=coefficient, of_candidates=True,
         of_sampled=any(row.signal == "sampled" for _, row in divergences),
     )

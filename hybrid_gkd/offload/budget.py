@@ -24,6 +24,8 @@ MAX_FRACTION = 0.92
 """vLLM's default fraction of a GPU that it does not share."""
 EXCLUSIVE_FRACTION = 0.9
 """Fraction of a GPU for a teacher that does not share it."""
+SLEEPING_FRACTION = 0.05
+"""Fraction of a GPU that is left to each teacher that sleeps there while it is another one's turn."""
 ENGINE_OWNERS = ("engine_weights", "kv_cache")
 UPDATES = {"actor": ("update", "optimizer_step"), "critic": ("critic_update", "critic_optimizer_step")}
 """Model -> its phases with gradients, the one with activations first."""
@@ -42,10 +44,13 @@ class TeacherPlacement:
     """Whether workers use these GPUs too."""
     fraction: float | None = EXCLUSIVE_FRACTION
     """Configured fraction of a GPU's memory; None computes it from the needs of the model."""
+    takes_turns: bool = False
+    """Whether its model is on the host while another teacher uses these GPUs."""
 
     def __str__(self) -> str:
         shared = ", shared with workers" if self.shares_gpu else ""
-        return f"GPU {', '.join(map(str, self.gpus))}{shared}" if self.gpus else "the CPU"
+        shared += ", in turns with other teachers" if self.takes_turns else ""
+        return f"GPU {', '.join(map(str, self.gpus))}{shared}" if self.gpus else f"the CPU{shared}"
 
 
 @dataclass(frozen=True)
@@ -174,9 +179,11 @@ class Memory:
         return math.ceil(100 * (sum(self.teacher_bytes[label]) + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
 
     def _shared_fractions(self, total_bytes: int) -> dict[str, float]:
-        """Return label -> fraction of the teachers on a worker's GPU."""
-        shared = (label for label, place in self.teachers.items() if place.shares_gpu)
-        return {label: self.teacher_fraction(total_bytes, label) for label in shared}
+        """Return label -> fraction of the teachers on a worker's GPU; of those with turns all but the largest sleep."""
+        shared = [label for label, place in self.teachers.items() if place.shares_gpu]
+        found = {label: self.teacher_fraction(total_bytes, label) for label in shared}
+        in_turn = sorted((label for label in shared if self.teachers[label].takes_turns), key=found.__getitem__)
+        return found | dict.fromkeys(in_turn[:-1], SLEEPING_ENGINE_BYTES / total_bytes)
 
     def engine_fraction(self, total_bytes: int) -> float:
         """Return the configured fraction of the engine, or the one computed for an empty GPU, minus the teacher on

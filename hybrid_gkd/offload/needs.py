@@ -24,6 +24,7 @@ from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_mo
 from hybrid_gkd.offload.budget import (
     ENGINE_WORKSPACE_BYTES,
     EXCLUSIVE_FRACTION,
+    SLEEPING_FRACTION,
     UPDATES,
     EngineMemory,
     Memory,
@@ -59,8 +60,8 @@ def place_teacher(config: Config, *, device: str, gpus: int) -> TeacherPlacement
 def place_teachers(config: Config, *, device: str, gpus: int) -> dict[str, TeacherPlacement]:
     """Return label -> placement of each teacher that the run starts.
 
-    Several teachers on GPUs that no worker needs are spread over these, and divide the memory of a GPU evenly where
-    there are more teachers than GPUs.
+    Several teachers on GPUs that no worker needs are spread over these, and where there are more teachers than GPUs
+    divide the memory of a GPU evenly or take turns (distillation.teacher_sharing).
     """
     teachers, found = run_teachers(config), dict[str, TeacherPlacement]()
     for teacher in teachers:
@@ -76,9 +77,17 @@ def place_teachers(config: Config, *, device: str, gpus: int) -> dict[str, Teach
     for teacher in teachers:
         if teacher.label in exclusive:
             own, fraction = exclusive[teacher.label], teacher.section.gpu_memory_utilization
-            even = math.floor(100 * EXCLUSIVE_FRACTION / max(users[gpu] for gpu in own)) / 100
+            number = max(users[gpu] for gpu in own)
+            even = math.floor(100 * EXCLUSIVE_FRACTION / number) / 100
+            if config.distillation.teacher_sharing == "turns":
+                even = EXCLUSIVE_FRACTION - SLEEPING_FRACTION * (number - 1)
             place = replace(found[teacher.label], gpus=own, fraction=even if fraction is None else fraction)
             found[teacher.label] = place
+    if config.distillation.teacher_sharing == "turns":
+        devices = {label: place.gpus or (-1,) for label, place in found.items()}  # -1: the CPU
+        users = Counter(itertools.chain.from_iterable(devices.values()))
+        shared = {label: any(users[each] > 1 for each in own) for label, own in devices.items()}
+        found = {label: replace(place, takes_turns=shared[label]) for label, place in found.items()}
     return found
 
 

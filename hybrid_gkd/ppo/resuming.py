@@ -44,8 +44,8 @@ LEARNING = (
     "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
 )
 """Keys and sections that determine what is learned; changes on resume must be allowed explicitly."""
-LIMITS = ("algorithm.filter_groups.max_num_gen_batches",)
-"""Keys within `LEARNING` that may change on resume: limits that only decide when a run fails."""
+LIMITS = ("algorithm.filter_groups.max_num_gen_batches", "distillation.teacher_sharing")
+"""Keys within `LEARNING` that may change on resume: limits that only decide when a run fails, and placement."""
 REFERENCE = tuple(
     f"{ARR}.{key}" for key in (
         "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from hybrid_gkd.config import Config, run_teachers
+from hybrid_gkd.config import Config, distillation_terms, run_teachers, summed_teachers
 from hybrid_gkd.losses.token_weights import TokenSignals, compute_weights, num_selected
-from hybrid_gkd.types import Sample, TopK
+from hybrid_gkd.types import Sample, Task, TopK, teacher_scores, with_tasks
 
 
 class Weighting:
@@ -20,6 +22,11 @@ class Weighting:
 
     def __init__(self, config: Config):
         self._row, self._selects = config.distillation.weighting, config.distils_alone
+        self._terms, summed = tuple(distillation_terms(config)), summed_teachers(config)
+        self._others = {
+            key: [f"distillation/{each.name}" for each in summed if each.key != key] for key in {s.key for s in summed}
+        }
+        """Terms of the teachers that do not score the rows with a key, with distillation.ensemble=sum."""
         needs = None if self._row is None else self._row.needs
         # The store has scores of whole completions.
         stores = any(teacher.section.cache is not None for teacher in run_teachers(config))
@@ -37,6 +44,13 @@ class Weighting:
         """Return the sample that is trained, given one with the teacher's scores."""
         return self._weighed(sample) if self.needs_scores and "teacher" in sample.signals else sample
 
+    def without_others(self, tasks: Iterable[Task], samples: list[Sample]) -> list[Sample]:
+        """Give tokens weight 0 in the terms of teachers that do not score their rows."""
+        if not any(self._others.values()):
+            return samples
+        pairs = with_tasks(tasks, samples)
+        return [_unweighted(sample, self._others.get(task.teacher or "", [])) for task, sample in pairs]
+
     def without_teacher(self, sample: Sample) -> Sample:
         """Return a sample that the teacher does not score: its tokens have weight 0 in the distillation term.
 
@@ -44,13 +58,13 @@ class Weighting:
         """
         if self._selects:
             sample = sample.only(np.arange(sample.num_trained) < 1)
-        return sample.with_signals(**{"weights/distillation": np.zeros(sample.num_trained, np.float32)})
+        return _unweighted(sample, self._terms)
 
     def metrics(self, before: list[Sample], after: list[Sample]) -> dict[str, float]:
         """Return the fraction of trained tokens with a weight above 0, given the samples without and with weights."""
         if self._row is None:
             return {}
-        after = [sample for sample in after if "teacher" in sample.signals]
+        after = [sample for sample in after if teacher_scores(sample)]
         if self._row.needs == "student":
             selected = [num_selected(self._row.options["fraction"], sample.num_trained) for sample in after]
         else:
@@ -71,3 +85,9 @@ class Weighting:
         if self._selects:
             sample, weights = sample.only(weights > 0), weights[weights > 0]
         return sample if (weights == 1).all() else sample.with_signals(token_weights=weights)
+
+
+def _unweighted(sample: Sample, terms: Iterable[str]) -> Sample:
+    """Return the sample with weight 0 for all tokens in these terms."""
+    zeros = np.zeros(sample.num_trained, np.float32)
+    return sample.with_signals(**{f"weights/{term}": zeros for term in terms})

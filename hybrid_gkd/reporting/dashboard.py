@@ -53,6 +53,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Held-out best@n, maj@n, pass@k", SEVERAL_SAMPLES),
         Panel("Held-out metrics by data source", (SOURCES,)),
         Panel("Distillation loss", ("actor/kl_loss",)),
+        Panel("Divergence to each teacher", ("actor/distillation/<name>/<divergence>",)),
         Panel("Forward and reverse KL", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
         Panel("Forward KL by quarter of the completion", ("actor/distillation/forward_kl/",)),
         Panel("Distillation loss at the first and last optimizer step of a rollout", ("actor/kl_loss/",)),
@@ -219,6 +220,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
         lambda run: _distils(run) and run.distillation.distillation_loss_coef_schedule != "constant"
     ),
     "actor/distillation/selected": lambda run: run.distillation.weighting is not None,
+    "actor/distillation/<name>/": lambda run: run.distillation.ensemble == "sum",
     "actor/distillation/": _distils,
     "actor/kl_loss/": lambda run: _distils(run) and _several_updates(run),
     "actor/kl_loss": _distils,

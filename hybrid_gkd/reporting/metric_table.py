@@ -27,7 +27,10 @@ def _expand(name: str, unit: str, meaning: str, **values: Iterable[str]) -> dict
 
 METRICS: dict[str, tuple[str, str]] = {
     # The learning signal.
-    "actor/kl_loss": ("nats/token", "Distillation divergence (distillation.loss_mode) before loss_max_clamp"),
+    "actor/kl_loss": (
+        "nats/token", "Distillation divergence (distillation.loss_mode) before loss_max_clamp; with "
+        "distillation.ensemble=sum this and actor/distillation/* are means over all teachers' tokens"
+    ),
     **_expand(
         "actor/kl_loss/<which>_update", "nats/token", "actor/kl_loss at the <which> optimizer step of a rollout",
         which=("first", "last"),
@@ -53,6 +56,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "actor/distillation/forward_kl/q<n>", "nats/token",
         "actor/distillation/forward_kl in quarter <n> of each completion", n="1234",
     ),
+    "actor/distillation/<name>/<divergence>": (
+        "nats/token", "One of several teachers with distillation.ensemble=sum: kl_loss, forward_kl and reverse_kl, "
+        "means over the tokens that it scored"
+    ),
     "actor/distillation/teacher_entropy": ("nats/token", "Teacher entropy on its top-k and the tail"),
     "actor/distillation/entropy_gap": ("nats/token", "Student entropy on the same partition minus teacher entropy"),
     "actor/distillation/clamp_share": ("fraction", "Tokens whose divergence or advantage is clamped (loss_max_clamp)"),
@@ -62,7 +69,8 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "actor/distillation/coef": ("", "Distillation coefficient (distillation_loss_coef_schedule)"),
     "actor/distillation/overlap_ratio": (
-        "fraction", "Part of the teacher's top-k that is also in the student's top-k, on sampled positions"
+        "fraction", "Part of the teacher's (ensemble=sum: the first one's) top-k that is also in the student's top-k, "
+        "on sampled positions"
     ),
     "actor/distillation/student_mass": ("fraction", "Student probability mass on the teacher's top-k"),
     "actor/distillation/teacher_mass": ("fraction", "Teacher probability mass on its top-k"),
@@ -225,7 +233,8 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "val/forward_kl": (
         "nats/token", "KL(teacher, student) on the teacher's top-k and the tail, on the student's completions of "
-        "held-out prompts (actor_rollout_ref.rollout.val_kwargs, greedy by default); with a teacher"
+        "held-out prompts (actor_rollout_ref.rollout.val_kwargs, greedy by default); with a teacher, of "
+        "distillation.ensemble the mixture"
     ),
     "val/reverse_kl": ("nats/token", "KL(student, teacher) on the same completions"),
     **_expand(
@@ -245,6 +254,7 @@ PATTERNS = {
     "val/best@n": r"val/best@\d+", "val/maj@n": r"val/maj@\d+", "val/pass@k": r"val/pass@\d+",
     "reward/<name>/mean": "reward/.+/mean", "teacher/<key>/latency": "teacher/.+/latency",
     "teacher/<key>/token_fraction": "teacher/.+/token_fraction",
+    "actor/distillation/<name>/<divergence>": "actor/distillation/[^/]+/(kl_loss|forward_kl|reverse_kl)",
 }  # fmt: skip
 """Regular expressions of entries with a placeholder."""
 SOURCES = "val/<data source>/..."

@@ -1,17 +1,18 @@
-"""Several teachers of one sample: the weighted mean of their probabilities as one signal."""
+"""Several teachers of one sample: the weighted mean of their probabilities as one signal, or a signal of each."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from typing import Any
 
 import numpy as np
 
 from hybrid_gkd.scoring.teacher_router import TeacherGroup
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
-from hybrid_gkd.types import Pair, TopK
+from hybrid_gkd.types import Pair, Scored, TopK
 
 
 class MixtureScorer(TeacherGroup):
@@ -26,22 +27,34 @@ class MixtureScorer(TeacherGroup):
         total = sum(weight for weight, _ in members.values())
         self.weights = [weight / total for weight, _ in members.values()]
 
-    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
+    def submit(self, pairs: list[Pair]) -> list[Future[Any]]:
         """Send the samples to every teacher without waiting for scores. Raises the clients' errors."""
         by_teacher = [scorer.submit(pairs) for scorer in self.scorers.values()]
-        return [_combined(futures, self.weights) for futures in zip(*by_teacher, strict=True)]
+        return [_combined(futures, self.join) for futures in zip(*by_teacher, strict=True)]
+
+    def join(self, scores: Sequence[TopK]) -> Scored:
+        """Return the scores of a sample from those of every teacher."""
+        return mixture(scores, self.weights)
 
 
-def _combined(futures: Sequence[Future[TopK]], weights: Sequence[float]) -> Future[TopK]:
-    """Return a future of the mixture; it has the error of the first one that fails."""
-    found: Future[TopK] = Future()
+class SumScorer(MixtureScorer):
+    """Scores each sample with all teachers, whose losses are terms of their own."""
+
+    def join(self, scores: Sequence[TopK]) -> Scored:
+        """Return the scores of every teacher by signal."""
+        return {f"teacher/{name}": each for name, each in zip(self.scorers, scores, strict=True)}
+
+
+def _combined(futures: Sequence[Future[TopK]], join: Callable[[Sequence[TopK]], Scored]) -> Future[Scored]:
+    """Return a future of what `join` makes of the results; it has the error of the first one that fails."""
+    found: Future[Scored] = Future()
 
     def settle(future: Future[TopK]) -> None:
         failure, result = future.exception(), None
         if failure is None and not all(each.done() for each in futures):
             return
         try:
-            result = mixture([each.result(0) for each in futures], weights) if failure is None else None
+            result = join([each.result(0) for each in futures]) if failure is None else None
         except Exception as error:  # of another future, or of this function: it has to reach the trainer
             failure = error
         with contextlib.suppress(InvalidStateError):  # settled by another one that ended at the same time
@@ -53,6 +66,14 @@ def _combined(futures: Sequence[Future[TopK]], weights: Sequence[float]) -> Futu
     for future in futures:
         future.add_done_callback(settle)
     return found
+
+
+def mean_scores(scores: Scored, weights: Mapping[str, float]) -> TopK:
+    """Return the scores of one teacher, or the mixture of several, whose `weights` are by signal."""
+    if isinstance(scores, TopK):
+        return scores
+    total = sum(weights[name] for name in scores)
+    return mixture([*scores.values()], [weights[name] / total for name in scores])
 
 
 def mixture(scores: Sequence[TopK], weights: Sequence[float]) -> TopK:

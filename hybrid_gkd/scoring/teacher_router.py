@@ -6,13 +6,14 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer, request_metrics
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.types import Pair, TopK
+from hybrid_gkd.types import Pair
 
 
 class TeacherGroup(TeacherScorer):
@@ -58,9 +59,9 @@ class TeacherGroup(TeacherScorer):
 class TeacherRouter(TeacherGroup):
     """Scores each sample with the scorer whose name is its `Task.teacher`."""
 
-    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
+    def submit(self, pairs: list[Pair]) -> list[Future[Any]]:
         """Send each sample to its teacher without waiting for scores. Raises the clients' errors."""
-        found = dict[int, Future[TopK]]()
+        found = dict[int, Future[Any]]()
         for key, scorer in self.scorers.items():
             places = [place for place, (task, _) in enumerate(pairs) if task.teacher == key]
             found |= zip(places, scorer.submit([pairs[place] for place in places]), strict=True)

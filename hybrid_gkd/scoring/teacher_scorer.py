@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from hybrid_gkd.errors import TeacherTimeout
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Task, TopK
+from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Scored, Task, TopK
 
 GRACE_SECONDS = 30.0
 """Margin after the client's own deadline, by which it completes every request."""
@@ -25,8 +25,8 @@ CHECK_SECONDS = 1.0
 """Seconds between two checks of a local teacher while the trainer waits for scores."""
 View = Callable[[Task, Sample], Reading]
 """Maps a task and a sample to what the teacher reads: its own prompt, template or tokenizer, and scored positions."""
-Scores = dict[SampleId, Future[TopK]]
-"""Pending scores by sample."""
+Scores = dict[SampleId, Future[Any]]
+"""Pending scores by sample: futures of `Scored`."""
 
 
 def completion_view(task: Task, sample: Sample) -> Reading:
@@ -72,8 +72,8 @@ class TeacherScorer:
     def __init__(self, client: Teacher, view: View = completion_view):
         self.client, self.view = client, view
 
-    def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
-        """Send samples without waiting for scores. Raises the client's errors."""
+    def submit(self, pairs: list[Pair]) -> list[Future[Any]]:
+        """Send samples without waiting for their `Scored`. Raises the client's errors."""
         return self.client.submit([self.view(task, sample) for task, sample in pairs])
 
     def start(self, pairs: list[Pair]) -> Scores:
@@ -82,7 +82,7 @@ class TeacherScorer:
 
     def take_scores(
         self, scores: Scores, enough: int, *, timeout: Timeout, check: Callable[[], None]
-    ) -> dict[SampleId, TopK]:
+    ) -> dict[SampleId, Scored]:
         """Wait for at least `enough` scores; remove and return all that have arrived.
 
         Args:
@@ -93,7 +93,7 @@ class TeacherScorer:
         """
         limit = Timeout(timeout.seconds + GRACE_SECONDS, f"{timeout.key}, a grace period")
         deadline = time.monotonic() + limit.seconds
-        found: dict[SampleId, TopK] = {}
+        found: dict[SampleId, Scored] = {}
         total = len(scores)
 
         def detail() -> str:

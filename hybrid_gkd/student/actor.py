@@ -9,17 +9,19 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_gkd.config import ActorConfig, Config, DistillationConfig
+from hybrid_gkd.config import ActorConfig, Config, DistillationConfig, summed_teachers
 from hybrid_gkd.errors import prefix_errors
 from hybrid_gkd.losses import table, terms
 from hybrid_gkd.losses.head import LossFunction, RowStatistics
-from hybrid_gkd.losses.objective import Objective
+from hybrid_gkd.losses.objective import POOLED, Objective
 from hybrid_gkd.losses.selection import highest
 from hybrid_gkd.losses.token_weights import num_selected
 from hybrid_gkd.student.logprob_model import (
@@ -52,22 +54,28 @@ HEAD_ROWS = "rows of the head"
 """Name of the count of rows that the head computes, if it differs from the number of trained tokens."""
 
 
-def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool = False) -> Objective:
-    """Return the terms of the loss in order of summation. `given`: whether there are given completions."""
+def make_objective(
+    loss: DistillationConfig, actor: ActorConfig, *, given: bool = False,
+    teachers: Mapping[str, float] = MappingProxyType({}),
+) -> Objective:
+    """Return the terms of the loss in order of summation.
+
+    `given`: whether there are given completions; `teachers`: name -> weight of those with a term each.
+    """
     row = table.policy_loss(actor.policy_loss.loss_mode)
     bounds = {f"clip_ratio_{side}": getattr(actor, f"clip_ratio_{side}") for side in ("low", "high")}
     options = {key: actor.clip_ratio if value is None else value for key, value in bounds.items()}
     options["clip_ratio_c"] = math.inf if actor.clip_ratio_c is None else actor.clip_ratio_c
     policy = terms.policy_loss(row, {key: options[key] for key in row.options})
     chosen, on_rewards = [], not loss.enabled or loss.use_task_rewards or loss.as_reward
-    if loss.enabled:
+    for teacher, weight in (teachers or {"": 1.0}).items() if loss.enabled else ():
         chosen.append(terms.distillation(
             table.weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn),
             tail=loss.tail, beta=loss.beta,
             estimator=loss.loss_mode, policy=policy if loss.use_policy_gradient else None,
             # As a reward, it is part of the advantages, and the divergence is only reported.
-            coefficient=0.0 if loss.as_reward else loss.distillation_loss_coef,
-            limit=None if loss.as_reward else loss.loss_max_clamp,
+            coefficient=0.0 if loss.as_reward else weight * loss.distillation_loss_coef,
+            limit=None if loss.as_reward else loss.loss_max_clamp, teacher=teacher,
         ))  # fmt: skip
     if given:
         chosen.append(terms.sft())
@@ -90,7 +98,8 @@ class Actor(TrainedModel):
     def __init__(self, config: Config, *, device: torch.device, num_updates: int, num_ids: int | None = None):
         arr = config.actor_rollout_ref
         given = config.data.response_key is not None
-        self.objective = make_objective(config.distillation, arr.actor, given=given)
+        teachers = {each.name: each.weight for each in summed_teachers(config)}
+        self.objective = make_objective(config.distillation, arr.actor, given=given, teachers=teachers)
         self.optim_sft, self.sft_updates = arr.actor.optim_sft, config.sft_updates
         row = config.distillation.weighting
         self.selection = row if row is not None and row.needs == "student" else None
@@ -138,13 +147,15 @@ class Actor(TrainedModel):
             options["select"] = functools.partial(self._select, micro_batch, signals)
         quarters = [quarter_of_tokens(sample.num_trained) for sample in micro_batch]
         signals["quarter"] = concat([np.zeros(0), *quarters], self.device)
+        first = self.objective.candidates[0] if self.objective.candidates else ""
         loss, sums = self.model(
             batch, rows, ids, self.objective.loss_fn(signals), temperature=self.temperature, topk=topk,
-            with_overlap=topk > 0, overlap_mask=signals.get("has.teacher"), **options,
+            with_overlap=f"{first}.ids" in signals, overlap_mask=signals.get(f"has.{first}"), **options,
         )
         counts = {
             _count(name, names): count_rows(signals["quarter"], quarter=_quarter(name)) if selects and self.skips_rows
-            else count_tokens(micro_batch, names, self.device, quarter=_quarter(name))
+            else sum(count_tokens(micro_batch, any_of, self.device, quarter=_quarter(name))
+                     for any_of in _groups(name, names))
             for name, names in self.objective.reported.items()
         }
         if self.selection is not None:
@@ -208,11 +219,11 @@ class Actor(TrainedModel):
         self._seed()
         result: dict[SampleId, np.ndarray] = {}
         for micro_batch in micro_batches:
-            batch, rows, sampled_ids = pack_samples(micro_batch, self.device)
-            ids, topk, signals = self._signals(micro_batch, sampled_ids)
+            batch, rows, _ = pack_samples(micro_batch, self.device)
+            signals = join_signals(micro_batch, ("teacher",), self.device)
             found = torch.zeros(len(rows), 2 + 3 * min(SHOWN_CANDIDATES, self.topk), device=self.device)
-            loss_fn = self.objective.keep_divergences(signals, found)
-            self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=topk)
+            loss_fn, ids = self.objective.keep_divergences(signals, found), signals["teacher.ids"]
+            self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=ids.shape[1])
             result |= by_sample(micro_batch, found)
         self.reshard()
         return result
@@ -264,8 +275,13 @@ class Actor(TrainedModel):
 
 def _count(metric: str, signals: tuple[str, ...]) -> str:
     """Return the name of a metric's token count: tokens with one of the signals, in the metric's quarter, if any."""
-    quarter = _quarter(metric)
-    return f"tokens with {' or '.join(signals)}" + ("" if quarter is None else f" in quarter {quarter}")
+    quarter, groups = _quarter(metric), map(" or ".join, _groups(metric, signals))
+    return f"tokens with {' and '.join(groups)}" + ("" if quarter is None else f" in quarter {quarter}")
+
+
+def _groups(metric: str, signals: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the groups of signals of a metric, in each of which a token counts once."""
+    return [(each,) for each in signals] if metric.startswith(POOLED) else [signals]
 
 
 def _num_counted(sample: Sample) -> int:

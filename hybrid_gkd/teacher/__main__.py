@@ -33,6 +33,7 @@ from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, assign_gpus
+from hybrid_gkd.teacher.server.turns import GpuTurns
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
@@ -174,11 +175,14 @@ def join(arguments: argparse.Namespace) -> int:
         from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
         from hybrid_gkd.teacher.server.scoring_worker import ScoringWorker
 
+    turns = GpuTurns(arguments.turns) if arguments.turns else None
     try:
+        if turns is not None:
+            turns.take()
         engine = load_scoring_engine(EngineOptions.parsed(arguments))
         freeze_gc()
         log.info("loaded %s with backend %s", engine.info.model, engine.info.backend)
-        ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
+        ScoringWorker(engine, arguments.proxy_addr, own_keys, turns).run()
     except HybridGKDError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, distillation_terms
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.losses.table import TERMS, TokenWeights
 from hybrid_gkd.losses.token_weights import num_selected
@@ -33,10 +33,10 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
         seq-mean-token-sum-norm  N / (B L), L a constant; Dr. GRPO, arXiv 2503.20783, with L = max_response_length
 
     A term whose signal exists only for some of the samples is a mean over those: its factors are `weights/<term>`, 0
-    for the others. A signal that no sample has may still arrive for all; the teacher's not for samples that have
-    `weights/distillation`, which are 0.
+    for the others. A signal that no sample has may still arrive for all; a teacher's not for samples that have
+    `weights/distillation`, which are 0, or with distillation.ensemble=sum that of its own term.
 
-    With `distillation.token_weights` the distillation term is divided by the sum of the weights instead of the number
+    With `distillation.token_weights` a distillation term is divided by the sum of the weights instead of the number
     of tokens; weights that are known already are in its factors.
 
     Raises TrainingError: no token is left in any term.
@@ -48,13 +48,14 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     num_tokens, kept = sum(map(len, weights)), [int(np.count_nonzero(each)) for each in weights]
     counted: dict[str, Sequence[float]] = {} if mode == "token-mean" and sum(kept) == num_tokens else {"weights": kept}
     left: list[float] = [sum(kept)] if actor.entropy_coeff else []
-    unscored = ["weights/distillation" in sample.signals for sample in samples]
-    for term, signal in (TERMS | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
+    of_teachers = distillation_terms(config)
+    for term, signal in (TERMS | of_teachers | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
         known = [signal in sample.signals for sample in samples]
         sums: Sequence[float] = kept
-        if term == "distillation" and not any(known) and (row is not None or any(unscored)):
+        unscored = [term in of_teachers and f"weights/{term}" in sample.signals for sample in samples]
+        if term in of_teachers and not any(known) and (row is not None or any(unscored)):
             known = [not each for each in unscored]  # the teacher's scores of the others arrive later
-        if term == "distillation" and row is not None:
+        if term in of_teachers and row is not None:
             sums = _sums(row, samples, weights)
         if any(known):
             own = [number if has else 0 for number, has in zip(sums, known, strict=True)]
@@ -72,7 +73,8 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     for i, sample in enumerate(samples):
         own_factors = {name: weights[i] * each[i] for name, each in factors.items()}
         if "token_weights" in sample.signals:
-            own_factors["weights/distillation"] *= sample.array("token_weights")
+            for name in own_factors.keys() & {f"weights/{term}" for term in of_teachers}:
+                own_factors[name] *= sample.array("token_weights")
         found.append(sample.with_signals(**own_factors))
     return found
 

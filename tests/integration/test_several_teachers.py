@@ -118,3 +118,28 @@ def test_two_teachers_of_the_same_rows_are_one_mixture(folder):
             assert row[f"teacher/default/{name}/token_fraction"] == 0.5
             assert row[f"teacher/default/{name}/latency"] > 0
 
+
+def test_losses_of_teachers_that_take_turns_are_added(folder):
+    """Two of the rows with math, one of the others. Each awakes once at the start, in the validation and in a step."""
+    teachers = [
+        "distillation.teacher_models.others.key=math", "distillation.teacher_models.others.weight=0.5",
+        "actor_rollout_ref.teacher.model.path=models/teacher-of-others", "actor_rollout_ref.teacher.backend=hf",
+        "distillation.ensemble=sum", "distillation.teacher_sharing=turns",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ]  # fmt: skip
+    done = run(folder, *recipe(*teachers, "trainer.total_training_steps=2", "trainer.experiment_name=sum"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    at = folder / "outputs" / "hybrid_gkd" / "sum"
+    for row in metrics(folder, "sum").values():
+        assert row["teacher/math/others/token_fraction"] == row["teacher/math/mathematics/token_fraction"]
+        means = {name: row[f"actor/distillation/{name}/kl_loss"] for name in ("mathematics", "others", "teacher")}
+        whole = means["mathematics"] + 0.5 * means["others"] + means["teacher"]
+        assert row["actor/loss"] == pytest.approx(whole, rel=1e-4)
+        assert min(means.values()) < row["actor/kl_loss"] < max(means.values())
+    for name in ("teacher", "teacher_mathematics", "teacher_others"):
+        log = (at / "logs" / f"{name}.log").read_text(encoding="utf-8")
+        assert 2 <= log.count("| awake") <= 4
+        assert log.count("| asleep") - log.count("| awake") in (0, 1)
+    panels = [panel.title for panel in plan_panels(load_config(config_name="config", config_path=at))["Learning"]]
+    assert "Divergence to each teacher" in panels
+

@@ -4,10 +4,12 @@ const REFRESH_SECONDS = 5;
 const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular expression selects all matching names
   ["learning", "Learning", "Validation and training metrics of the student.", [
     ["Held-out accuracy", ["val/accuracy"]],
+    ["Held-out pass@k", [/^val\/pass@\d+$/]],
     ["Held-out divergence", ["val/forward_kl", "val/reverse_kl"]],
     ["Held-out KL(teacher, student) by quarter of the completion", [/^val\/forward_kl\/q\d$/]],
     ["Held-out KL(student, teacher) by quarter of the completion", [/^val\/reverse_kl\/q\d$/]],
     ["Distillation loss", ["actor/kl_loss"]],
+    ["Divergence to each teacher", [/^actor\/distillation\/[^/]+\/(kl_loss|forward_kl|reverse_kl)$/]],
     ["Forward and reverse KL", ["actor/distillation/forward_kl", "actor/distillation/reverse_kl"]],
     ["Reward", ["reward/mean", "reward/std"]],
     ["Reward components", [/^reward\/.+\/mean$/]],

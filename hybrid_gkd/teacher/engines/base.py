@@ -123,6 +123,14 @@ class ScoringEngine(ABC):
                 return scores
 
     @abstractmethod
+    def sleep(self) -> None:
+        """Move the model from the GPU to the host; on the CPU it stays. No job may be unfinished."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Move the model back to the GPU."""
+
+    @abstractmethod
     def _step(self) -> list[tuple[Item, TopK]]: ...
 
 

@@ -82,6 +82,15 @@ class HFScoringEngine(ScoringEngine):
             ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
         return {"input_ids": to_device(ids, device), "attention_mask": to_device(mask, device), "use_cache": False}
 
+    def sleep(self) -> None:
+        self._device = self._model.device
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._model.to(self._device)
+
     def clear(self) -> list[Any]:
         self._running = None
         return super().clear()

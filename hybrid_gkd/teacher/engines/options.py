@@ -45,6 +45,10 @@ class EngineOptions:
         type=engine_arguments,
     )
     device: str = option("auto", "auto: the GPU if there is one", choices=["auto", "cpu", "cuda"])
+    turns: str | None = option(
+        None, "folder for locks: of the workers with this folder and the same GPUs only one at a time has its model "
+        "there, the others on the host", metavar="FOLDER",
+    )
     trust_remote_code: bool = option(False, "run code from the model folder", action="store_true")
 
     def arguments_of(self, engine: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class VLLMScoringEngine(ScoringEngine):
                 "max_num_batched_tokens": TOKENS_PER_STEP[device],
                 "worker_extension_cls": f"{__name__}.WorkerExtension",
                 **limits,
+                **({"enable_sleep_mode": True} if options.turns and device == "cuda" else {}),
                 **vllm_compat.scoring_engine_args(device, config),
                 **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
             }  # fmt: skip
@@ -115,6 +116,13 @@ class VLLMScoringEngine(ScoringEngine):
             raise TeacherError(f"vLLM {vllm_compat.vllm_version()} lost {len(self._items)} readings")
         return done
 
+    def sleep(self) -> None:
+        self._engine.sleep(level=1)
+
+    def wake(self) -> None:
+        for tag in ("weights", "kv_cache"):
+            self._engine.wake_up([tag])
+
     def clear(self) -> list[Any]:
         self._engine.abort_request(list(self._items))
         self._items.clear()
@@ -134,6 +142,7 @@ class WorkerExtension:
             shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
         vllm_compat.install_scorer(runner, RowScorer(head, shard))
+        vllm_compat.tolerate_memory_growth(self)  # if it sleeps
         if num_ids < rows:  # vLLM's own sampling must return tokens too
             vllm_compat.mask_logits(model, num_ids)
 

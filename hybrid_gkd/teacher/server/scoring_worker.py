@@ -31,6 +31,7 @@ from hybrid_gkd.types import Reading, TopK
 
 if TYPE_CHECKING:  # the engines need torch, the link does not
     from hybrid_gkd.teacher.engines.base import ScoringEngine
+    from hybrid_gkd.teacher.server.turns import GpuTurns
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ PREFETCH_TOKENS = 32768
 BUSY_SECONDS = 10.0
 """Window of the reported utilization."""
 HUNG_SECONDS, HUNG_EXIT_CODE = 60.0, 70
+TURN_POLL_SECONDS = 0.02
 MAX_CONSECUTIVE_FAILURES = 3
 """Consecutive engine failures after which the process ends and is replaced, since CUDA errors are permanent."""
 
@@ -179,10 +181,13 @@ class Link:
 
 
 class ScoringWorker:
-    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks."""
+    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks.
 
-    def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None):
-        self._engine = engine
+    With `turns`, of which it must have the present one, the engine sleeps while it is another worker's turn.
+    """
+
+    def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None, turns: GpuTurns | None = None):
+        self._engine, self._turns = engine, turns
         name = f"{socket.gethostname()}:{os.getpid()}"
         self._name = f"teacher worker {name}"
         self._link = Link(address, protocol.Register(name=name, model=engine.info, credits=CREDITS), keys)
@@ -212,7 +217,7 @@ class ScoringWorker:
         while num_tokens < PREFETCH_TOKENS:
             try:
                 # No deadline: an idle worker waits for work as long as its broker or its parent lives.
-                work = self._link.inbox.get(block=num_tokens == 0)
+                work = self._link.inbox.get(block=num_tokens == 0) if self._turns is None else self._in_turn(num_tokens)
             except queue.Empty:
                 break
             if isinstance(work, BaseException):
@@ -224,6 +229,26 @@ class ScoringWorker:
                 reason = "the client's request_timeout passed at the worker"
                 self._link.reply(_error(work.request, "expired", reason), [])
         return batch
+
+    def _in_turn(self, num_tokens: int) -> Work | BaseException:
+        """Return queued work, waiting for it and for the turn if the engine is idle. Raises queue.Empty."""
+        assert self._turns is not None
+        while True:
+            try:
+                work = self._link.inbox.get(block=num_tokens == 0, timeout=TURN_POLL_SECONDS)
+            except queue.Empty:
+                if num_tokens:
+                    raise
+                if self._turns.is_awaited:
+                    self._engine.sleep()
+                    self._turns.release()
+                    log.info("asleep: it is the turn of another teacher")
+                continue
+            if not self._turns.has_turn:
+                self._turns.take()
+                self._engine.wake()
+                log.info("awake")
+            return work
 
     def _one_by_one(self, failure: str, batch: list[Work]) -> Iterator[tuple[Work, list[TopK]]]:
         """After an exception, score the requests one by one to isolate the faulty one."""

@@ -23,6 +23,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import (
     check_free_memory,
+    check_sleeping_teachers,
     checkpoint_bytes,
     disk_bytes,
     make_plan,
@@ -32,7 +33,7 @@ from hybrid_gkd.launch.plan import (
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
-from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.offload.budget import GIB, SLEEPING_ENGINE_BYTES
 from hybrid_gkd.offload.needs import place_teacher, place_teachers, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, SNAPSHOT, UNFINISHED
 from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
@@ -818,6 +819,10 @@ LARGE_B = "distillation.teacher_models.b.tensor_model_parallel_size=2"
     (2, (), {"a": ("GPU 1", 0.3), "b": ("GPU 1", 0.3), "c": ("GPU 1", 0.3)}),
     (3, (LARGE_B,), {"a": ("GPU 1", 0.45), "b": ("GPU 1, 2", 0.45), "c": ("GPU 2", 0.45)}),
     (2, (LARGE_B,), {"a": ("GPU 1", 0.45), "b": ("GPU 0, 1, shared with workers", None), "c": ("GPU 1", 0.45)}),
+    (3, ("distillation.teacher_sharing=turns",), {
+        "a": ("GPU 1, in turns with other teachers", 0.85), "b": ("GPU 2", 0.9),
+        "c": ("GPU 1, in turns with other teachers", 0.85),
+    }),
     (3, ("distillation.teacher_models.a.gpu_memory_utilization=0.6",), {
         "a": ("GPU 1", 0.6), "b": ("GPU 2", 0.9), "c": ("GPU 1", 0.45),
     }),
@@ -845,3 +850,13 @@ def test_several_teachers_on_the_workers_card_are_all_counted(tmp_path):
     one = replace(found, teachers={"teacher a": found.teachers["teacher a"]})
     assert found.engine_fraction(CARD) == pytest.approx(one.engine_fraction(CARD) - 0.1)
     assert with_planned_caches(given, found, CARD) is None
+    given.distillation.teacher_sharing = "turns"
+    in_turns = memory(given, SEVEN_B).phases(CARD)["update"]
+    in_turn = place_teachers(given, device="cuda", gpus=1)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    check_sleeping_teachers(given, in_turn, 2 * size)  # the third one is awake
+    with pytest.raises(ConfigError, match=r"distillation\.teacher_sharing: the models of sleeping teachers need"):
+        check_sleeping_teachers(given, in_turn, 2 * size - 1)
+    check_sleeping_teachers(given, found.teachers, 0)
+    largest = phases["update"]["teacher c"]
+    assert [in_turns[f"teacher {name}"] for name in "abc"] == [SLEEPING_ENGINE_BYTES, SLEEPING_ENGINE_BYTES, largest]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.scoring.teacher_mixture import MixtureScorer, mixture
+from hybrid_gkd.scoring.teacher_mixture import MixtureScorer, SumScorer, mean_scores, mixture
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
 from hybrid_gkd.testing import LocalTeacher, make_sample
 from hybrid_gkd.types import Task, TopK
@@ -89,6 +89,18 @@ def test_a_sample_is_scored_when_all_teachers_have_answered():
     assert not future.done()
     teachers[0].answer()
     assert future.result(0).logprobs == pytest.approx(mixture(tops, WEIGHTS).logprobs)
+
+
+def test_a_sum_has_the_scores_of_each_teacher_by_signal():
+    tops = {f"teacher/t{place}": top(distributions(place), 8) for place in range(2)}
+    mixed, teachers = scorer(*(lambda reading, each=each: each for each in tops.values()))
+    (future,) = SumScorer({name: (1.0, each) for name, each in mixed.scorers.items()}).submit([PAIR])
+    for teacher in teachers:
+        teacher.answer()
+    assert future.result(0) == tops
+    found = mean_scores(future.result(0), {"teacher/t0": 1.0, "teacher/t1": 4.0, "teacher/other": 1.0})
+    assert found.logprobs == pytest.approx(mixture(list(tops.values()), WEIGHTS).logprobs)
+    assert mean_scores(tops["teacher/t0"], {}) is tops["teacher/t0"]
 
 
 def test_the_error_of_one_teacher_is_that_of_the_sample_at_once():

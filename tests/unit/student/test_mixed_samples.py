@@ -26,6 +26,8 @@ from hybrid_gkd.workers.batches import mean_metrics
 
 ACTOR, VOCAB, K = "actor_rollout_ref.actor", 259, 4
 COEF, KL_COEF, ENTROPY, CONSTANT = 0.4, 0.5, 0.01, 7
+TEACHERS = {"teacher": 1.0, "teacher/a": 1.0, "teacher/b": 0.7}
+"""Weight of each teacher's term, by signal; the last two are those of a sum."""
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TEACHER = ["actor_rollout_ref.teacher.server_ip=unused", f"distillation.distillation_loss_coef={COEF}"]
 REWARDS = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
@@ -36,6 +38,11 @@ KINDS = {
         "distillation.use_policy_gradient=true",
     ],
     "teacher alone": TEACHER,
+    "sum of teachers": [
+        TEACHER[1], "distillation.ensemble=sum", *(f"distillation.teacher_models.{name}.{key}" for name, weight in (
+            ("a", 1), ("b", 0.7)
+        ) for key in ("server_ip=unused", "key=default", f"weight={weight}")),
+    ],
     "gspo": [
         *REWARDS, "distillation.enabled=false", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.kl_loss_type=full", f"actor_rollout_ref.ref.topk={K}",
@@ -108,9 +115,9 @@ def random_signals(rng, count, chosen, with_weights):
         each = np.log(np.c_[shares[:, :K], shares[:, K:].sum(1), shares[:, K]]).astype(np.float32)
         return TopK(ids=ids, logprobs=each[:, :K], tail_logprobs=each[:, K], sampled_logprobs=each[:, K + 1])
 
-    signals = {}
-    if "teacher" in chosen:
-        signals |= {"teacher": topk(), "teacher_weights": np.full(count, 0.5, np.float32)}
+    signals = {name: topk() for name in TEACHERS if name in chosen}
+    if signals:
+        signals["teacher_weights"] = np.full(count, 0.5, np.float32)
     if "returns" in chosen:
         signals |= {"returns": values(-2, 2), "values": values(-1, 1)}
     if "reference_topk" in chosen:
@@ -152,27 +159,35 @@ class Dense:
             parts["actor/ppo_kl"] = old - chosen
             return loss
 
-        if "teacher" in sample.signals and self.kind != "gspo":
-            scores = sample.topk("teacher")
+        def distillation(scores, suffix):
             p, own = tensor(scores.logprobs), q.gather(1, tensor(scores.ids).long())
-            self.overlap.append((own >= q.topk(K).values[:, -1:]).double().mean(1))
-            parts |= {"actor/distillation/student_mass": own.exp().sum(1)}
-            parts |= {"actor/distillation/teacher_mass": p.exp().sum(1)}
+            if suffix != "/b":
+                self.overlap.append((own >= q.topk(K).values[:, -1:]).double().mean(1))
+            found = {"student_mass": own.exp().sum(1), "teacher_mass": p.exp().sum(1)}
             p, own = (torch.cat([each, (1 - each.exp().sum(1, keepdim=True)).log()], 1) for each in (p, own))
-            parts["actor/distillation/forward_kl"] = value = (p.exp() * (p - own)).sum(1)
+            found["forward_kl"] = value = (p.exp() * (p - own)).sum(1)
             quarter = torch.arange(len(value)) * 4 // max(1, len(value))
-            parts |= {f"actor/distillation/forward_kl/q{n + 1}": value[quarter == n] for n in range(4)}
-            parts["actor/distillation/reverse_kl"] = (own.exp() * (own - p)).sum(1)
-            parts["actor/distillation/teacher_entropy"] = -(p.exp() * p).sum(1)
-            parts["actor/distillation/entropy_gap"] = (p.exp() * p).sum(1) - (own.exp() * own).sum(1)
+            found |= {f"forward_kl/q{n + 1}": value[quarter == n] for n in range(4)}
+            found["reverse_kl"] = (own.exp() * (own - p)).sum(1)
+            found["teacher_entropy"] = -(p.exp() * p).sum(1)
+            found["entropy_gap"] = (p.exp() * p).sum(1) - (own.exp() * own).sum(1)
+            loss = value
             if self.kind == "policy gradient":
                 log_ratio = chosen - tensor(scores.sampled_logprobs)
-                parts["actor/kl_loss"] = (-log_ratio).exp() - 1 + log_ratio
-                value = policy(-log_ratio.detach()) + (parts["actor/kl_loss"] - log_ratio).detach()
-            else:
-                parts["actor/kl_loss"] = value
-            values["distillation"] = COEF * value * tensor(sample.array("teacher_weights"))
-        if "advantages" in sample.signals and self.kind != "teacher alone":
+                value = (-log_ratio).exp() - 1 + log_ratio
+                loss = policy(-log_ratio.detach()) + (value - log_ratio).detach()
+            if suffix:
+                of_teacher = {"kl_loss": value, **{name: found[name] for name in ("forward_kl", "reverse_kl")}}
+                parts.update({f"actor/distillation{suffix}/{name}": each for name, each in of_teacher.items()})
+            found = {"actor/kl_loss": value, **{f"actor/distillation/{name}": each for name, each in found.items()}}
+            parts.update({name: torch.cat([parts.get(name, each[:0]), each]) for name, each in found.items()})
+            return loss
+
+        for name in list(TEACHERS)[1:] if self.kind == "sum of teachers" else ["teacher"]:
+            if name in sample.signals and self.kind != "gspo":
+                value = TEACHERS[name] * COEF * distillation(sample.topk(name), name.removeprefix("teacher"))
+                values[name] = value * tensor(sample.array("teacher_weights"))
+        if "advantages" in sample.signals and self.kind not in ("teacher alone", "sum of teachers"):
             values["policy"] = parts["actor/pg_loss"] = policy(tensor(sample.array("advantages")))
         if "reference" in sample.signals and self.kind == "divergence":
             log_ratio = tensor(sample.array("reference")) - chosen
@@ -184,7 +199,7 @@ class Dense:
             p, own = (torch.cat([each, (1 - each.exp().sum(1, keepdim=True)).log()], 1) for each in (p, own))
             parts["actor/ref_kl"] = (own.exp() * (own - p)).sum(1)
             values["reference"] = KL_COEF * parts["actor/ref_kl"]
-        of_sampled = ["policy", *(["distillation"] if self.kind == "policy gradient" else [])]
+        of_sampled = ["policy", *(["teacher"] if self.kind == "policy gradient" else [])]
         of_sampled += ["reference"] if self.kind == "divergence" else []
         if "sampled_weights" in sample.signals:
             own = tensor(sample.array("sampled_weights"))
@@ -195,7 +210,7 @@ class Dense:
     def loss(self, mode):
         return sum(
             factor * dense_mean([each.get(term) for each in self.values], self.samples, mode)
-            for term, factor in {"distillation": 1, "policy": 1, "reference": 1, "entropy": -ENTROPY}.items()
+            for term, factor in dict.fromkeys((*TEACHERS, "policy", "reference"), 1).items() | {("entropy", -ENTROPY)}
         )
 
     def metrics(self):
@@ -251,7 +266,7 @@ def assert_equal(found, grads, want, parameters, metrics):
 @settings(max_examples=40, deadline=None)
 @given(
     mode=st.sampled_from(MODES),
-    drawn=mini_batches(("teacher", "advantages", "old_logprobs", "reference", "reference_topk")),
+    drawn=mini_batches((*TEACHERS, "advantages", "old_logprobs", "reference", "reference_topk")),
 )
 def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, drawn):
     config, actor, plain = models(kind)
@@ -269,10 +284,28 @@ def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, dra
     assert_equal(found, grads, want, dict(plain.named_parameters()), dense.metrics())
 
 
+def test_weights_are_known_before_the_teachers_of_a_sum_have_answered(models):
+    """The denominator of each teacher's term is the number of tokens of its rows."""
+    config, _, _ = models("sum of teachers")
+    rng, chosen = np.random.default_rng(0), [{"a"}, {"a", "b"}, {"b"}]
+    later = [make_sample(row, prompt=[1], completion=[2] * (row + 1), **{
+        f"weights/distillation/{name}": np.zeros(row + 1, np.float32) for name in {"a", "b"} - own
+    }) for row, own in enumerate(chosen)]  # fmt: skip
+    scored = [
+        sample.with_signals(**random_signals(rng, sample.num_trained, {f"teacher/{name}" for name in own}, False))
+        for sample, own in zip(later, chosen, strict=True)
+    ]
+    for samples in (later, scored):
+        found = with_loss_weights(config, samples)
+        for name, wanted in (("a", [6 / 3, 6 / 3, 0]), ("b", [0, 6 / 5, 6 / 5])):
+            factors = [sample.array(f"weights/distillation/{name}") for sample in found]
+            assert np.concatenate(factors) == pytest.approx(np.repeat(wanted, [1, 2, 3]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "critic"])
 @settings(max_examples=20, deadline=None)
-@given(drawn=st.lists(mini_batches(("teacher", "advantages", "reference_topk", "returns")), min_size=2, max_size=3))
+@given(drawn=st.lists(mini_batches((*TEACHERS, "advantages", "reference_topk", "returns")), min_size=2, max_size=3))
 def test_metrics_of_several_optimizer_steps_are_means_over_all_of_their_tokens(models, kind, drawn):
     """Steps have the metrics of one step on all samples, as nothing is learned; they differ in tokens and signals."""
     _, model, _ = models(kind)
