@@ -153,10 +153,10 @@ def distillation(
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         target, teacher_tail = chunk[f"{signal}.logprobs"], chunk[f"{signal}.tail_logprobs"]
-        given = chunk[f"{signal}.sampled_logprobs"]
         if f"{signal}.groups" in chunk:
-            student = by_event(student, chunk[f"{signal}.groups"])
-            given = torch.where(given.isnan(), student.sampled.detach(), given)
+            student, given = by_event(student, chunk[f"{signal}.groups"]), chunk[f"{signal}.sampled_logprobs"]
+            known = torch.where(given.isnan(), student.sampled.detach(), given)
+            chunk = {**chunk, f"{signal}.sampled_logprobs": known}
         # In every mode, so that runs with different losses can be compared.
         found = divergence.compare(target, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl
@@ -166,7 +166,7 @@ def distillation(
             if tail == "bucket" and row in known:
                 value = known[row]
             elif row.signal == "sampled":
-                value = row.function(given, student.sampled)
+                value = row.function(chunk[f"{signal}.sampled_logprobs"], student.sampled)
             else:
                 options = {name: settings[name] for name in row.options}
                 tails = divergence.tails_for(row.function, teacher_tail, student.tail)
@@ -190,7 +190,7 @@ def distillation(
             metrics[f"actor/distillation/forward_kl/q{number + 1}"] = of_quarter
         weight = value
         if policy is not None:
-            weight = divergence.score_weight(estimator, given, student.sampled)
+            weight = divergence.score_weight(estimator, chunk[f"{signal}.sampled_logprobs"], student.sampled)
         if limit is not None:
             metrics["actor/distillation/clamp_share"] = weight.abs() > limit
             value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)
