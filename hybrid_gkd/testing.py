@@ -265,7 +265,7 @@ class RecordingGroup:
         self.saved.append(len(self.updates))
         return {}
 
-    def take_snapshot(self, *, tokenizer_path: str) -> None:
+    def take_snapshot(self, *, tokenizer_path: str | None) -> None:
         self.saved.append(len(self.updates))
 
     def write_snapshot(self, folder: Path) -> None:

@@ -181,8 +181,13 @@ class TrainerConfig:
     """Seconds to finish and save the current step after Ctrl-C, SIGTERM or a closed terminal; 0 or a second signal ends
     the run at once. It must be enough for a step and a checkpoint, possibly after one that is being written."""
     max_restarts: int = field(default=0, metadata=rules.NOT_NEGATIVE)
-    """With --supervise: largest number of restarts of a run that ends by a fault, each from its newest checkpoint; 0
-    takes 20. Without --supervise there are none."""
+    """Largest number of restarts after faults, each from the newest checkpoint or snapshot: the run replaces lost workers
+    itself, --supervise (where 0 takes 20) starts it again after other faults. The same step may fail once."""
+    snapshot_freq: int | None = field(default=None, metadata=rules.NOT_NEGATIVE)
+    """Steps between snapshots: checkpoints without exports that are written in the background, of which the newest is
+    kept to restart from. null: with max_restarts as often as they cost less than 2 % of the time, else never; 0: never."""
+    snapshot_dir: str | None = None
+    """Folder for snapshots that all workers share, such as /dev/shm with one machine; null: in the run folder."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the workers; auto = cuda if a GPU is visible to the process that starts the run."""
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)
@@ -460,7 +465,14 @@ class Config:
         if trainer.best_metric is not None:
             frequencies.append(trainer.test_freq)
         saves = any(every > 0 and (steps is None or every < steps) for every in frequencies)
-        return saves and not trainer.val_only
+        return (saves and not trainer.val_only) or self.takes_snapshots
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Return whether `trainer.snapshot_freq` asks for snapshots."""
+        trainer = self.trainer
+        wanted = trainer.max_restarts > 0 if trainer.snapshot_freq is None else trainer.snapshot_freq > 0
+        return wanted and not trainer.val_only
 
     @property
     def experiment_dir(self) -> Path:

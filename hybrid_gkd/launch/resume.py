@@ -40,7 +40,7 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
     section, given = config.trainer, config.trainer.resume_from_path
     if section.resume_mode == "disable":
         return None
-    folders = [Path(given)] if given is not None else CheckpointStore(config.experiment_dir, keep=None).newest_first()
+    folders = [Path(given)] if given is not None else CheckpointStore(config.experiment_dir, keep=None).resumable()
     remarks: list[str] = []
     for folder in folders:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ from hybrid_gkd.launch.compatibility import check_confidence, check_same_teacher
 from hybrid_gkd.launch.inputs import teacher_templates
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, checkpoint_files, host_line
 from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.restarts import fit_with_restarts
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import RunTeachers, refuse_teacher_gpu
 from hybrid_gkd.offload.budget import Memory
@@ -36,16 +38,16 @@ from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.page import REPORT
-from hybrid_gkd.reporting.starts import recorded_start, reliability
+from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
-from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.scoring.own_teacher import OwnTeacher
 from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.scoring.teacher_prompts import CompletionPrompts
+from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
@@ -132,16 +134,8 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
             stack.enter_context(live_report(config.run_dir))
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": facts.plan.loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.uninterrupted_shutdown():
-            trainer = assemble(facts, stack, stopping)
-            freeze_gc()
-            is_ready()
-            trainer.constant_metrics = reliability(config.run_dir)
-            # Without checkpoints there is nothing to wait for.
-            saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-            with stopping.deferred_to_step_end(config.trainer.grace_period if saves else 0.0):
-                trainer.fit()
-                if trainer.step == trainer.total_steps:
-                    stopping.cancel_request()
+            assembly = Assembly(facts, stack, stopping)
+            trainer = fit_with_restarts(facts, stack, stopping, assembly.build, is_ready)
             check_run_folder(config.run_dir, folder, trainer.checkpoint)
     return trainer
 
@@ -209,55 +203,79 @@ def write_config(config: Config) -> None:
 
 def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
     """Start the processes of the run and build its trainer; closing `stack` stops them. Raises HybridGKDError."""
-    assert facts.plan is not None
-    config, memory = facts.config, facts.plan.memory
-    saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    store = CheckpointStore(
-        config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep,
-        reserved_bytes=facts.plan.checkpoint_bytes if saves else 0,
-        reserved_files=checkpoint_files(config) if saves else 0,
-    )
-    store.reserve()
-    stack.callback(store.release)  # also if the start fails
-    clock = stack.enter_context(trace_recording(config.run_dir))
-    loading = with_planned_caches(config, memory, facts.plan.gpu_bytes)
-    teachers = RunTeachers(facts, stack, loading or config)
-    stack.enter_context(ray_cluster(config, memory.device, config.run_dir))
-    teachers.check()  # raises for a port in use, before the workers load
-    if memory.shares_gpu and loading is None:
-        teachers.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
-    group = start_workers(facts, stack, loading or config, check_teacher=teachers.check)
-    teachers.connect()
-    scorer, model = None, None
-    if facts.reward_texts is not None:
-        model = RewardModelScorer(config, group, facts.reward_texts, clock)
-    if facts.reward is not None:
-        scorer = RewardScorer(facts.reward, facts.tokenizer, config, model, clock)
-        stack.enter_context(contextlib.closing(scorer))
-    arguments: dict[str, Any] = {
-        "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,
-        "val_prompts": facts.val_prompts, "reward": scorer,
-        "tracking": stack.enter_context(start_tracking(facts)),
-        "store": store,
-        "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
-        "clock": clock, "stop_requested": stopping.requested,
-    }
-    stack.callback(store.release)  # before the trackers close, which may have unwritten rows because of a full disk
-    if not config.distillation.enabled:
-        return PPOTrainer(config, **arguments)
-    assert facts.num_ids is not None
-    if config.distillation.teacher_prompt_fn is not None:
-        rewards = scorer if config.scores_rollouts else None
-        arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
-    if config.teaches_itself:
-        return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
-    for teacher in run_teachers(config):
-        if client := teachers.clients.get(teacher.label):
-            # Known now also for a model of the hub.
-            check_same_teacher(facts, teacher, next(iter(client.served.values())))
-            logger.info("%s: %s", teacher.label, check_confidence(facts, teacher, client))
-    arguments |= {"check_teacher": teachers.check, "shares_gpu": memory.shares_gpu}
-    return GKDTrainer(config, teacher=teachers.scorer(), **arguments)
+    return Assembly(facts, stack, stopping).build(facts, stack)
+
+
+class Assembly:
+    """The parts of a run that outlive its workers: Ray and the teachers. Closing `stack` stops them.
+
+    Raises HybridGKDError.
+    """
+
+    def __init__(self, facts: Facts, stack: contextlib.ExitStack, stopping: Stopping):
+        assert facts.plan is not None
+        config, memory = facts.config, facts.plan.memory
+        saves = config.trainer.save_freq != 0 and not config.trainer.val_only
+        self.facts, self.stopping, self.store = facts, stopping, CheckpointStore(
+            config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep,
+            reserved_bytes=facts.plan.checkpoint_bytes if saves else 0,
+            reserved_files=checkpoint_files(config) if saves else 0,
+        )
+        self.store.reserve()
+        stack.callback(self.store.release)  # also if the start fails
+        self.clock = stack.enter_context(trace_recording(config.run_dir))
+        loading = with_planned_caches(config, memory, facts.plan.gpu_bytes)
+        self.loading = loading or config
+        self.teachers = RunTeachers(facts, stack, self.loading)
+        stack.enter_context(ray_cluster(config, memory.device, config.run_dir))
+        self.teachers.check()  # raises for a port in use, before the workers load
+        if memory.shares_gpu and loading is None:
+            self.teachers.wait_ready()  # vLLM sizes its cache by the free memory, which must not change during that
+
+    @functools.cached_property
+    def teacher(self) -> TeacherScorer:
+        """Scorer of all teachers, once they are ready. Raises TeacherError."""
+        self.teachers.connect()
+        for teacher in run_teachers(self.facts.config):
+            if client := self.teachers.clients.get(teacher.label):
+                # Known now also for a model of the hub.
+                check_same_teacher(self.facts, teacher, next(iter(client.served.values())))
+                logger.info("%s: %s", teacher.label, check_confidence(self.facts, teacher, client))
+        return self.teachers.scorer()
+
+    def build(self, facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
+        """Start the workers and build their trainer; closing `stack` stops them. Raises HybridGKDError."""
+        config, clock = facts.config, self.clock
+        group = start_workers(facts, stack, self.loading, check_teacher=self.teachers.check)
+        teacher = self.teacher if config.distillation.enabled and not config.teaches_itself else None
+        scorer, model = None, None
+        if facts.reward_texts is not None:
+            model = RewardModelScorer(config, group, facts.reward_texts, clock)
+        if facts.reward is not None:
+            scorer = RewardScorer(facts.reward, facts.tokenizer, config, model, clock)
+            stack.enter_context(contextlib.closing(scorer))
+        arguments: dict[str, Any] = {
+            "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,
+            "val_prompts": facts.val_prompts, "reward": scorer,
+            "tracking": stack.enter_context(start_tracking(facts)),
+            "store": self.store,
+            "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
+            "clock": clock, "stop_requested": self.stopping.requested,
+        }
+        # Before the trackers close, which may have unwritten rows because of a full disk.
+        stack.callback(self.store.release)
+        if not config.distillation.enabled:
+            return PPOTrainer(config, **arguments)
+        if config.distillation.teacher_prompt_fn is not None:
+            rewards = scorer if config.scores_rollouts else None
+            arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
+        if config.teaches_itself:
+            assert facts.num_ids is not None
+            return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
+        assert facts.plan is not None
+        arguments |= {"check_teacher": self.teachers.check, "shares_gpu": facts.plan.memory.shares_gpu}
+        assert teacher is not None
+        return GKDTrainer(config, teacher=teacher, **arguments)
 
 
 def start_workers(

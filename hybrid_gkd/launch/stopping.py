@@ -52,6 +52,7 @@ class Stopping:
         """Treat the first signal in the block as a request, see `requested`; after `grace_period` seconds end the
         run."""
         self._grace_period = grace_period or None
+        self._is_saved.clear()
         try:
             yield
         finally:

@@ -22,9 +22,8 @@ from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.launch.command_line import default_config_name
 from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.logs import log_to_console, run_log
-from hybrid_gkd.reporting.starts import append_row, read_starts
-from hybrid_gkd.runtime.files import read_json_lines
-from hybrid_gkd.student.checkpoint_store import LATEST
+from hybrid_gkd.reporting.starts import append_row, lost_work, read_starts, rows_of_starts
+from hybrid_gkd.student.checkpoint_store import LATEST, SNAPSHOT
 from hybrid_gkd.teacher.server.local import child_environment, describe_exit
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,8 @@ DEFAULT_RESTARTS = 20
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
 """Seconds before a restart; doubled by each one after a start of less than SHORT_START seconds."""
 SHORT_START = 600.0
+POINTERS = (LATEST, f"{SNAPSHOT}/{LATEST}")
+"""Files that name the step of the newest checkpoint and of the newest snapshot."""
 ORPHANS_SECONDS = 30.0
 """Time for processes of a run that was killed to end and to free their memory."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -63,14 +64,18 @@ class RestartLoop:
         with self._passing_signals():
             restarts = short = 0
             while True:
-                known, began = len(read_starts(self._run_dir)), time.monotonic()
+                known, began, since = len(read_starts(self._run_dir)), time.monotonic(), time.time()
                 code = self._start(resume=restarts > 0)
                 error = self._fault(code, known, is_first=restarts == 0)
                 if error is None:
                     return code
-                step, lost = self._last_step() + 1, self._lost_work()
+                own = [row["failed_step"] for row in rows_of_starts(self._run_dir) if row.get("restart", 0.0) > since]
+                self._failures.update(own)  # after which the run has replaced workers
+                saved = max(_read_number(self._run_dir / name) for name in POINTERS)
+                lost, restarts = lost_work(self._run_dir, saved), restarts + len(own)
+                step = int(lost["steps_repeated"]) + saved + 1
                 self._failures[step] += 1
-                if self._failures[step] > 1 or restarts == self._most:
+                if self._failures[step] > 1 or restarts >= self._most:
                     limit = f"there were {restarts} restarts (trainer.max_restarts)"
                     why = f"step {step} has failed twice" if self._failures[step] > 1 else limit
                     self._log(f"the run is not started again: {why}; the last error: {error}")
@@ -107,9 +112,9 @@ class RestartLoop:
 
     def _resumes_automatically(self) -> bool:
         """Return whether a restart resumes otherwise than the first start did: from what that one has saved."""
-        latest, mode = self._run_dir / LATEST, self._config.trainer.resume_mode
+        pointers, mode = [self._run_dir / name for name in POINTERS], self._config.trainer.resume_mode
         return mode == "disable" or (
-            mode == "resume_path" and latest.is_file() and latest.stat().st_mtime > self._began
+            mode == "resume_path" and any(each.is_file() and each.stat().st_mtime > self._began for each in pointers)
         )  # fmt: skip
 
     def _fault(self, code: int, known: int, *, is_first: bool) -> str | None:
@@ -134,22 +139,6 @@ class RestartLoop:
         """Log a line, also to run.log."""
         with run_log(self._run_dir) if self._run_dir.is_dir() else contextlib.nullcontext():
             logger.warning("%s", text)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        file = self._run_dir / "metrics.jsonl"
-        return list(read_json_lines(file)) if file.is_file() else []
-
-    def _last_step(self) -> int:
-        """Return the last reported step."""
-        return int(max((row["step"] for row in self._rows()), default=0))
-
-    def _lost_work(self) -> dict[str, float]:
-        """Return steps and training seconds since the newest checkpoint, which the next start repeats."""
-        rows, saved = self._rows(), _read_number(self._run_dir / LATEST)
-        elapsed = {int(row["step"]): row.get("timing/elapsed", 0.0) for row in rows}
-        last = max(elapsed, default=0)
-        seconds = elapsed.get(last, 0.0) - max((elapsed[step] for step in elapsed if step <= saved), default=0.0)
-        return {"steps_repeated": max(0, last - saved), "seconds_repeated": max(0.0, seconds)}
 
     @contextlib.contextmanager
     def _passing_signals(self) -> Iterator[None]:

@@ -1,8 +1,11 @@
-"""Writing of checkpoints, synchronously or in the background."""
+"""Writing of checkpoints, synchronously or in the background, and of snapshots."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +14,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
+from hybrid_gkd.student.checkpoint_store import SNAPSHOT, Best, CheckpointStore, TrainerState, step_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +30,10 @@ SETTLE_SECONDS = 5.0
 
 @dataclass
 class _PendingCheckpoint:
-    """A checkpoint that is being written in the background."""
+    """A checkpoint or snapshot that is being written in the background."""
 
     state: TrainerState
+    store: CheckpointStore
     seconds: float = 0.0
     """Write time of the slowest worker."""
     completing: Future[None] | None = None
@@ -54,6 +58,11 @@ class CheckpointWriter:
         self.best: Best | None = None
         """Best validation stored in `newest`; the checkpoint of a later best may have failed."""
         self.has_snapshot = False
+        """True if the workers have a copy of their state for a checkpoint."""
+        self.snapshots: CheckpointStore | None = None
+        """Store of the run's snapshots; None without, or after one has failed."""
+        self.snapshot: tuple[int, Path] | None = None
+        """Step and folder of the newest complete snapshot that this run wrote or resumed from."""
         self._writing: _PendingCheckpoint | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
@@ -67,54 +76,71 @@ class CheckpointWriter:
         sums = dict[str, FileSum]()
         with self._store.writing(state, sums) as folder:
             sums |= self._group.save_checkpoint(folder, tokenizer_path=self._tokenizer_path)
-        self._keep(state)
+        self.newest, self.step, self.best = self._store.folder(state.step), state.step, state.best
 
-    def take_snapshot(self) -> None:
-        """Wait for the previous checkpoint, then copy the workers' present state."""
+    def resume(self, folder: Path, state: TrainerState) -> None:
+        """Take the checkpoint or snapshot that the run resumed from for the newest one."""
+        if folder.parent != self._store.run_dir / SNAPSHOT:
+            self.newest, self.step = folder, state.step
+            return
+        self.snapshot = state.step, folder
+        self.newest = next((each for each in self._store.newest_first() if step_of(each) <= state.step), None)
+        self.step = step_of(self.newest) if self.newest else 0
+
+    def take_snapshot(self, *, exports: bool = True) -> None:
+        """Wait for the previous checkpoint, then copy the workers' present state; for a snapshot without exports."""
         self.finish()
-        self._group.take_snapshot(tokenizer_path=self._tokenizer_path)
-        self.has_snapshot = True
+        self._group.take_snapshot(tokenizer_path=self._tokenizer_path if exports else None)
+        self.has_snapshot = exports
 
-    def start(self, state: TrainerState) -> None:
-        """Start to write the snapshot, together with the trainer's state at its time."""
-        assert self.has_snapshot
-        self._group.write_snapshot(self._store.begin(state.step))
-        self.has_snapshot, self._writing = False, _PendingCheckpoint(state)
+    def start(self, state: TrainerState, store: CheckpointStore | None = None) -> None:
+        """Start to write the copy, together with the trainer's state at its time. `store`: of the run's snapshots."""
+        pending = _PendingCheckpoint(state, store or self._store)
+        self.has_snapshot = False
+        with self._failing(pending):
+            self._group.write_snapshot(pending.store.begin(state.step))
+            self._writing = pending
 
     def poll(self) -> bool:
-        """Return whether the checkpoint being written is now complete. Raises the errors of `finish`."""
-        writing = self._writing
-        if writing is None:
+        """Return whether the checkpoint being written, not a snapshot, is now complete. Raises as `finish`."""
+        if (writing := self._writing) is None:
             return False
-        try:
+        with self._failing(writing):
             if writing.completing is None and self._group.snapshot_written():
                 self._complete(writing)
-        except Exception:
-            self._writing = None  # it failed: nothing is left to wait for
-            raise
         if writing.completing is None or not writing.completing.done():
             return False
         self.finish()
-        return True
+        return writing.store is self._store
 
     def finish(self) -> None:
-        """Wait until the checkpoint being written, if any, is complete.
+        """Wait until the checkpoint or snapshot being written, if any, is complete.
 
-        Raises CheckpointError or WorkerError: it failed; earlier ones are intact.
+        Raises CheckpointError: a checkpoint failed; earlier ones are intact. WorkerError: a worker is lost.
         """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        completing, step = writing.completing or self._complete(writing), writing.state.step
+        with self._failing(writing):
+            completing, folder = writing.completing or self._complete(writing), writing.store.folder(writing.state.step)
+            try:
+                with waiting(f"the files of {folder.name} to be flushed", self._timeout):
+                    completing.result(self._timeout.seconds)
+            except TimeoutError:
+                raise CheckpointError(f"cannot write checkpoint {folder}: not complete within {self._timeout}") from None
+            self._keep(writing)
+
+    @contextlib.contextmanager
+    def _failing(self, writing: _PendingCheckpoint) -> Iterator[None]:
+        """Forget a checkpoint whose write fails in the block. A failed snapshot is a warning, and none follows."""
         try:
-            with waiting(f"the files of the checkpoint of step {step} to be flushed", self._timeout):
-                completing.result(self._timeout.seconds)
-        except TimeoutError:
-            folder = self._store.folder(step)
-            raise CheckpointError(f"cannot write checkpoint {folder}: not complete within {self._timeout}") from None
-        self._keep(writing.state)
-        text = "saved checkpoint of step %d: %s, written by the workers in %.1f s"
-        logger.info(text, step, self.newest, writing.seconds)
+            yield
+        except Exception as error:
+            self._writing = None
+            if writing.store is self._store or not isinstance(error, CheckpointError):
+                raise
+            self.snapshots = None
+            logger.warning("no further snapshots are taken (trainer.snapshot_freq): %s", error)
 
     def settle(self) -> None:
         """After a failure, let a checkpoint whose files are all written become complete, within SETTLE_SECONDS."""
@@ -126,13 +152,39 @@ class CheckpointWriter:
         except Exception as error:
             logger.warning("the checkpoint of step %d is not complete: %r", writing.state.step, error)
         else:
-            self._keep(writing.state)
+            self._keep(writing)
 
-    def _keep(self, state: TrainerState) -> None:
-        self.newest, self.step, self.best = self._store.latest(), state.step, state.best
+    def newest_states(self) -> list[tuple[int, Path]]:
+        """Return step and folder of the newest checkpoint and of the newest snapshot, the newer one first."""
+        checkpoints = [(self.step, self.newest)] if self.newest is not None else []
+        snapshots = [self.snapshot] if self.snapshot is not None else []
+        return sorted(checkpoints + snapshots, key=operator.itemgetter(0), reverse=True)
+
+    def log_resume_hint(self, step: int) -> None:
+        """After the end of an unfinished run at `step`, log what it resumes from, and the number of lost steps."""
+        self.settle()
+        states = self.newest_states()
+        lost = step - (states[0][0] if states else 0)
+        left = "" if not lost else f"; step {step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
+        if states:
+            logger.warning("resume from: %s, after step %d%s", states[0][1], states[0][0], left)
+        else:
+            logger.warning("no checkpoint to resume from%s", left)
+        if self.best is not None:
+            folder = self._store.folder(self.best.step)
+            logger.warning("best checkpoint: %s, %s %.5g", folder, self.best.metric, self.best.value)
+
+    def _keep(self, writing: _PendingCheckpoint) -> None:
+        state, folder = writing.state, writing.store.folder(writing.state.step)
+        if writing.store is not self._store:
+            self.snapshot = state.step, folder
+            return
+        self.newest, self.step, self.best = folder, state.step, state.best
+        text = "saved checkpoint of step %d: %s, written by the workers in %.1f s"
+        logger.info(text, state.step, folder, writing.seconds)
 
     def _complete(self, writing: _PendingCheckpoint) -> Future[None]:
         """Collect the workers' checksums and complete the checkpoint (flush, file list) in a thread."""
         sums, writing.seconds = self._group.finish_snapshot()
-        writing.completing = self._thread.submit(self._store.complete, writing.state, sums)
+        writing.completing = self._thread.submit(writing.store.complete, writing.state, sums)
         return writing.completing

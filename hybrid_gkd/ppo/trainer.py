@@ -28,6 +28,7 @@ from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
+from hybrid_gkd.ppo.snapshots import NoSnapshots
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
@@ -118,6 +119,7 @@ class PPOTrainer:
         self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
         """Callbacks that take the samples of a validation and return, by metric, one value per token of each sample,
         [R]; the means are reported. They may run the student."""
+        self.snapshots = NoSnapshots()
         self._rollouts = RolloutPipeline(
             lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
@@ -164,17 +166,19 @@ class PPOTrainer:
             raise
         finally:
             if self.step < self.total_steps:
-                self._log_resume_hint()
+                self.saving.log_resume_hint(self.step)
 
     def _train_step(self, rollout: Rollout) -> None:
         """Update, publish, validate, report, save. A requested stop skips publishing and validation."""
+        self.snapshots.poll()
         metrics = self._unreported = self._update_actor(rollout)
         self.step, self.extra_batches, self._weights_consistent = rollout.step, rollout.extra_batches, True
         self.kl_penalty.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
-        if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self._continues():
+        if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self.continues():
             with self.clock.span("save_checkpoint"):
                 self.saving.take_snapshot()  # before publishing, while the whole state is on the devices
+        self.snapshots.take()
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         if validates or (not ends_here and self.generation.draws(self.step + 1 + self._rollouts.depth)):
             self._publish_weights()
@@ -191,10 +195,11 @@ class PPOTrainer:
             self.best = best
             logger.info("new best validation: step %d, %s %.5g", best.step, best.metric, best.value)
         # After the report, so that a run resumed from this checkpoint finds the metrics of all earlier steps.
-        if self.saving.poll() and not saves and self._continues():
+        if self.saving.poll() and not saves and self.continues():
             self.store.reserve()
         if saves:
             self._save()
+        self.snapshots.start()
 
     def _end_early(self) -> None:
         """Save the last step unless it is saved already."""
@@ -370,18 +375,19 @@ class PPOTrainer:
             self.first_metrics |= before
         self.last_metrics = kept
 
-    def _continues(self) -> bool:
+    def continues(self) -> bool:
+        """Return whether a step follows."""
         return self.step < self.total_steps and not self.stop_requested()
 
     def _save(self) -> None:
         """Save the step: in the background from a snapshot if the workers support it, otherwise synchronously."""
         with self.clock.span("save_checkpoint"):
             in_background = self.saving.has_snapshot
-            if not in_background and self.group.saves_in_background and self._continues():
+            if not in_background and self.group.saves_in_background and self.continues():
                 self.saving.take_snapshot()
                 in_background = True
-            (self.saving.start if in_background else self.saving.write)(self._state())
-        if not in_background and self._continues():
+            (self.saving.start if in_background else self.saving.write)(self.state())
+        if not in_background and self.continues():
             self.store.reserve()
 
     def _save_last_state(self, cause: Exception) -> None:
@@ -402,7 +408,7 @@ class PPOTrainer:
                 self._remember(self._unreported)
                 if self.best is not None and self.best.step != self.step:
                     self.best = self.saving.best  # the checkpoint of a later best was not written
-                self.saving.write(self._state())
+                self.saving.write(self.state())
                 logger.warning("saved the state after step %d: %s", self.step, self.checkpoint)
                 if self._unreported:  # a resumed run does not repeat this step
                     metrics = {name: value for name, value in self._unreported.items() if math.isfinite(value)}
@@ -410,19 +416,7 @@ class PPOTrainer:
         except Exception as error:  # `cause` is the error to raise
             logger.warning("cannot save the state after step %d: %s", self.step, error)
 
-    def _log_resume_hint(self) -> None:
-        """Log the newest complete checkpoint of an unfinished run, and the number of lost steps."""
-        self.saving.settle()
-        lost = self.step - self.saving.step
-        left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
-        if self.checkpoint is None:
-            logger.warning("no checkpoint to resume from%s", left)
-        else:
-            logger.warning("resume from: %s, after step %d%s", self.checkpoint, self.saving.step, left)
-        if (best := self.saving.best) is not None:
-            logger.warning("best checkpoint: %s, %s %.5g", self.store.folder(best.step), best.metric, best.value)
-
-    def _state(self) -> TrainerState:
+    def state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)
         return TrainerState(
             step=self.step, data=data, first_metrics=dict(self.first_metrics), settings=self.settings, best=self.best,
@@ -432,9 +426,9 @@ class PPOTrainer:
     def _resume(self, folder: Path) -> None:
         state = state_to_resume(folder, self.config, self.num_train_prompts)
         self.group.load_checkpoint(folder)
-        self.step = self.saving.step = state.step
+        self.step = state.step
+        self.saving.resume(folder, state)
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
         self.best = self.saving.best = best_to_resume(self.config.trainer.best_metric, state, self.store)
         self.kl_penalty.resume(state.kl_coef)
-        self.saving.newest = folder

@@ -89,7 +89,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Overlapped fraction of teacher time", ("teacher/hidden_fraction",)),
         Panel("Offload time", ("timing/offload",)),
         Panel("Offload bandwidth", ("perf/copy/",)),
-        Panel("Validation and checkpoints", ("timing/testing", "timing/save_checkpoint")),
+        Panel("Validation and checkpoints", ("timing/testing", "timing/save_checkpoint", "timing/snapshot")),
         Panel("Restarts and repeated steps", ("reliability/restarts", "reliability/steps_repeated")),
         Panel("Time lost by faults", ("reliability/seconds_lost",)),
     ),
@@ -256,6 +256,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     ),
     # The save of the last step ends after the last report.
     "timing/save_checkpoint": lambda run: run.trainer.save_freq > 0 or run.trainer.best_metric is not None,
+    "timing/snapshot": lambda run: run.takes_snapshots,
     "timing/testing": _validates,
     "timing/update_critic": lambda run: run.uses_critic,
     "timing/values": lambda run: run.uses_critic,

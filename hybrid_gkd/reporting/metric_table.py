@@ -108,12 +108,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/offload": ("seconds", "Copies of parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": ("seconds", "Validation; a second weight sync after it counts in the next timing/gen"),
     "timing/save_checkpoint": ("seconds", "Exposed time of checkpoints: taking a snapshot, or waiting for a write"),
+    "timing/snapshot": ("seconds", "Exposed time of a snapshot: copying the state to the host"),
     "timing/other": ("seconds", "Time since the last report outside of all phases: batching, reporting"),
-    "reliability/restarts": ("", "Restarts after faults so far (--supervise)"),
+    "reliability/restarts": ("", "Restarts after faults so far (trainer.max_restarts)"),
     "reliability/seconds_lost": (
-        "seconds", "Time lost by these faults: repeated steps, and from each end until the next start was ready"
+        "seconds", "Time lost by these faults: repeated steps, and from each fault until the workers were ready again"
     ),
-    "reliability/steps_repeated": ("", "Steps since the newest checkpoint that these restarts have repeated"),
+    "reliability/steps_repeated": ("", "Steps since the newest checkpoint or snapshot that these restarts have repeated"),
     "timing/elapsed": ("seconds", "Training time so far, including starts before a resume"),
     # The teacher service, as measured by the trainer.
     "teacher/latency": ("seconds", "Request latency, median over the requests of the step"),

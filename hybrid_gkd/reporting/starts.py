@@ -1,5 +1,4 @@
-"""starts.jsonl in the run folder: each start of a run with its ready time, end and error, and restarts of a supervisor.
-"""
+"""starts.jsonl in the run folder: each start of a run with its ready time, end and error, and its restarts."""
 
 from __future__ import annotations
 
@@ -44,8 +43,18 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     return starts
 
 
+def lost_work(run_dir: Path, saved: int) -> dict[str, float]:
+    """Return the reported steps, and their training seconds, since step `saved`, which a restart from it repeats."""
+    file = run_dir / "metrics.jsonl"
+    rows = read_json_lines(file) if file.is_file() else ()
+    elapsed = {int(row["step"]): row.get("timing/elapsed", 0.0) for row in rows}
+    last = max(elapsed, default=0)
+    seconds = elapsed.get(last, 0.0) - max((elapsed[step] for step in elapsed if step <= saved), default=0.0)
+    return {"steps_repeated": max(0, last - saved), "seconds_repeated": max(0.0, seconds)}
+
+
 def reliability(run_dir: Path) -> dict[str, float]:
-    """Return the metrics `reliability/*` of a run that a supervisor has restarted; {} for others.
+    """Return the metrics `reliability/*` of a run that was restarted, by itself or by a supervisor; {} for others.
 
     Call it when the present start is ready. Lost seconds are those of repeated steps, and from each end until the next
     start was ready.
@@ -56,8 +65,9 @@ def reliability(run_dir: Path) -> dict[str, float]:
         ended = row.get("end", ended)
         if "restart" in row:
             restarts, steps = restarts + 1, steps + row["steps_repeated"]
-            seconds += row["seconds_repeated"]
-            pending = pending or ended or row["restart"]
+            seconds += row["seconds_repeated"] + row.get("seconds_down", 0.0)
+            if "seconds_down" not in row:  # by a supervisor
+                pending = pending or ended or row["restart"]
         elif "ready" in row and pending is not None:
             seconds, pending = seconds + row["ready"] - pending, None
     if not restarts:

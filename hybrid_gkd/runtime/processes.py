@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 
 def members(group: int) -> set[int]:
     """Return the ids of the running processes of a group; empty on systems without /proc."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    return {pid for pid, its_group in _running(Path("/proc").glob("[0-9]*/stat")) if its_group == group}
+
+
+def _running(stats: Iterable[Path]) -> Iterator[tuple[int, int]]:
+    """Yield id and group of the processes of these files of /proc that are running."""
+    for stat in stats:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, _, its_group = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                found.add(int(stat.parent.name))
-    return found
+            state, _, group = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
+            if state not in "ZX":
+                yield int(stat.parent.name), int(group)
 
 
 def wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> set[int]:
@@ -24,7 +27,17 @@ def wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> set
 
     `besides`: process ids to ignore.
     """
+    return _wait(lambda: members(group).difference(besides), timeout)
+
+
+def wait_for_processes(ids: Collection[int], timeout: float) -> set[int]:
+    """Wait until processes have ended, for at most `timeout` seconds; return the ids that are still running."""
+    stats = [Path(f"/proc/{pid}/stat") for pid in ids]
+    return _wait(lambda: {pid for pid, _ in _running(stats)}, timeout)
+
+
+def _wait(running: Callable[[], set[int]], timeout: float) -> set[int]:
     deadline = time.monotonic() + timeout
-    while (left := members(group).difference(besides)) and time.monotonic() < deadline:
+    while (left := running()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left

@@ -7,6 +7,7 @@
         huggingface/        config, safetensors, tokenizer; with LoRA a peft adapter folder
         trainer_state.json  see TrainerState
         manifest.json       size and checksum of every other file, and a checksum of this list
+      snapshot/             the same for the newest snapshot, without exports; or a link to trainer.snapshot_dir
 
 A checkpoint is written under a temporary name, possibly in the background, flushed to disk and renamed when it is
 complete. It consists of numbers and JSON: loading it executes nothing.
@@ -22,6 +23,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 LATEST, STATE, MANIFEST = "latest_checkpointed_iteration.txt", "trainer_state.json", "manifest.json"
 RESERVED, UNFINISHED = ".reserved_for_a_checkpoint", ".global_step_*.writing"
 """Names of the file that reserves disk space, and of incomplete checkpoints; a killed run leaves them behind."""
+SNAPSHOT = "snapshot"
+"""Folder or link in the run folder with the newest snapshot, as the only checkpoint of a store of its own."""
 READERS = 8
 """Number of files checked concurrently."""
 
@@ -78,6 +82,7 @@ class CheckpointStore:
 
     run_dir: Path
     keep: int | None
+    keeps_best: bool = True
     reserved_bytes: int = 0
     """Disk space that `reserve` allocates for the next checkpoint."""
     reserved_files: int = 0
@@ -122,6 +127,11 @@ class CheckpointStore:
                 os.rename(replaced, folder)
             steps = [*(step for step in steps if step < named), named]
         return [self._folders(step)[0] for step in reversed(steps)]
+
+    def resumable(self) -> list[Path]:
+        """Return the checkpoints and the snapshot of the run, newest first."""
+        snapshots = CheckpointStore(self.run_dir / SNAPSHOT, keep=None).newest_first()
+        return sorted([*self.newest_first(), *snapshots], key=step_of, reverse=True)
 
     def _named_step(self) -> int | None:
         """Return the step that the pointer names; None without a pointer of one whole line, which may be cut."""
@@ -208,11 +218,47 @@ class CheckpointStore:
 
     def _prune(self, state: TrainerState, keep: int) -> None:
         for step in [step for step in self._steps() if step <= state.step][:-keep]:
-            if state.best is None or step != state.best.step:
+            if not self.keeps_best or state.best is None or step != state.best.step:
                 try:
                     shutil.rmtree(self.folder(step))
                 except OSError as error:  # a file in use or a link must not fail the run: the new one is complete
                     logger.warning("cannot remove an old checkpoint: %s: %s", self.folder(step), error)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint folder."""
+    return int(folder.name.rpartition("_")[2])
+
+
+def prepare_snapshots(run_dir: Path, root: str | None) -> CheckpointStore:
+    """Return the store of a run's snapshots: in the run folder, or in a folder of its own below `root` with a link there.
+
+    Raises CheckpointError if it cannot be created.
+    """
+    place = run_dir / SNAPSHOT
+    try:
+        parent = run_dir if root is None else Path(root).expanduser()
+        if not place.exists() or place.resolve().parent != parent.resolve():
+            remove_snapshots(run_dir)
+            parent.mkdir(parents=True, exist_ok=True)
+            if root is None:
+                place.mkdir()
+            else:
+                place.symlink_to(Path(tempfile.mkdtemp(prefix=f"{run_dir.name}_", dir=parent)).absolute())
+    except OSError as error:
+        raise CheckpointError(f"trainer.snapshot_dir: cannot make a folder for snapshots: {error}") from error
+    return CheckpointStore(place, keep=1, keeps_best=False)
+
+
+def remove_snapshots(run_dir: Path) -> None:
+    """Remove the snapshots of a run, also below another folder. Raises CheckpointError."""
+    place = run_dir / SNAPSHOT
+    try:
+        if place.exists():
+            shutil.rmtree(place.resolve())
+        place.unlink(missing_ok=True)  # of a link
+    except OSError as error:
+        raise CheckpointError(f"cannot remove the snapshots {place}: {error}") from error
 
 
 def load_state(folder: Path) -> TrainerState:
@@ -227,8 +273,13 @@ def load_state(folder: Path) -> TrainerState:
 
 
 def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
-    """Write the list of all files of a checkpoint; compute checksums missing in `sums`. Raises OSError."""
+    """Write the list of all files of a checkpoint; compute checksums missing in `sums`.
+
+    Raises OSError, also if a file of `sums` is not in the folder, which not all workers share then.
+    """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    if missing := sums.keys() - set(names):
+        raise FileNotFoundError(f"{min(missing)} was written by a worker and is not in this folder: all must share it")
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: sums.get(name) or FileSum.of(folder / name), names)
     listed = {name: asdict(each) for name, each in zip(names, found, strict=True)}

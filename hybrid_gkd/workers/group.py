@@ -285,8 +285,9 @@ class WorkerGroup:
         written = self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
         return {name: each for part in written for name, each in part.items()}
 
-    def take_snapshot(self, *, tokenizer_path: str) -> None:
-        """Copy the present state to the host for a later `write_snapshot`; requires `saves_in_background`."""
+    def take_snapshot(self, *, tokenizer_path: str | None) -> None:
+        """Copy the present state to the host for a later `write_snapshot`, None: without exports; requires
+        `saves_in_background`."""
         self.actors.call("take_snapshot", tokenizer_path=tokenizer_path, timeout=self.actors.load_timeout)
 
     def write_snapshot(self, folder: Path) -> None:

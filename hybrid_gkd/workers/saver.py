@@ -91,9 +91,14 @@ class Saver:
             self._residency.enter(STEP_PHASES[name])
             load_model(model, folder / name)
 
-    def take_snapshot(self, tokenizer_path: str) -> None:
-        """Copy to the host what `save` would write. Collective. The previous snapshot must have been written."""
-        assert self._written is None, "the previous snapshot is not written yet"
+    def take_snapshot(self, tokenizer_path: str | None) -> None:
+        """Copy to the host what `save` would write; None: without exports. Collective.
+
+        The previous snapshot must have been written, or be of no use because another worker failed to write its part.
+        """
+        if self._written is not None:
+            self._written.exception(self._timeout.seconds)
+            self._written = None
         self._reserved.result(self._timeout.seconds)
         self._copies.clear()
         self._snapshot = {}
@@ -101,8 +106,9 @@ class Saver:
             self._residency.enter(STEP_PHASES[name], changes=False)
             self._snapshot[name] = snapshot_model(model, self._copies.copy)
             self._copies.finish()
-        self._snapshot |= self._gather_exports(tokenizer_path, self._copies.copy)
-        self._copies.finish()
+        if tokenizer_path is not None:
+            self._snapshot |= self._gather_exports(tokenizer_path, self._copies.copy)
+            self._copies.finish()
 
     def write_snapshot(self, folder: Path) -> None:
         """Start writing the snapshot in a thread."""

@@ -397,7 +397,7 @@ class Worker(GroupMember):
         """Write this rank's part of a checkpoint into `folder`; return checksums of its files by path."""
         return self.saver.save(Path(folder), tokenizer_path)
 
-    def take_snapshot(self, *, tokenizer_path: str) -> None:
+    def take_snapshot(self, *, tokenizer_path: str | None) -> None:
         """Copy the present state to the host, for `write_snapshot`."""
         self.saver.take_snapshot(tokenizer_path)
 

@@ -166,11 +166,11 @@ def wait_for(condition, what, seconds=180):
     return found
 
 
-def logged_step(out, step):
+def logged_step(out, step, experiment="gkd"):
     """A condition: the run has logged this step."""
 
     def condition():
-        file = out / "hybrid_gkd" / "gkd" / "metrics.jsonl"
+        file = out / "hybrid_gkd" / experiment / "metrics.jsonl"
         return file.exists() and any(
             json.loads(line)["step"] >= step for line in file.read_text(encoding="utf-8").splitlines()
         )

@@ -1,0 +1,134 @@
+"""Train, and replace lost workers within the run: all workers are built again, from the newest state.
+
+Ray and the teachers stay. `supervise.py` starts the whole run again after other faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import logging
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.errors import CheckpointError, WorkerError
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.resume import Resumption, check_checkpoint
+from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.ppo.snapshots import Snapshots
+from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.reporting.starts import append_row, lost_work, reliability
+from hybrid_gkd.runtime.imports import freeze_gc
+from hybrid_gkd.runtime.processes import wait_for_processes
+from hybrid_gkd.student.checkpoint_store import load_state, remove_snapshots
+from hybrid_gkd.workers.liveness import RayLost
+
+logger = logging.getLogger(__name__)
+
+ENDING_SECONDS = 30.0
+"""Time for lost workers on this machine to end and to free their memory."""
+
+
+def fit_with_restarts(
+    facts: Facts, stack: contextlib.ExitStack, stopping: Stopping,
+    build: Callable[[Facts, contextlib.ExitStack], PPOTrainer], is_ready: Callable[[], None],
+) -> PPOTrainer:  # fmt: skip
+    """Train and return the trainer; replace lost workers, at most `trainer.max_restarts` times.
+
+    Args:
+        facts: of the run, with the state to begin from.
+        stack: closing it stops the last workers.
+        build: starts the workers and builds their trainer; closing the given stack stops them.
+        is_ready: called when the first ones are.
+
+    Raises the errors of `build` and `PPOTrainer.fit`; CheckpointError: the states to restart from are damaged.
+    """
+    config, failures = facts.config, Counter[int]()
+    # Without saved states there is nothing to wait for.
+    saves = (config.trainer.save_freq != 0 and not config.trainer.val_only) or config.takes_snapshots
+    while True:
+        own = stack.enter_context(contextlib.ExitStack())
+        trainer = build(facts, own)
+        take_snapshots(trainer)
+        freeze_gc()
+        is_ready()
+        trainer.constant_metrics = reliability(config.run_dir)
+        try:
+            with stopping.deferred_to_step_end(config.trainer.grace_period if saves else 0.0):
+                trainer.fit()
+                if trainer.step == trainer.total_steps:
+                    stopping.cancel_request()
+            break
+        except WorkerError as error:
+            failures[trainer.step + 1] += 1
+            if stopping.requested() or not may_restart(error, trainer.step + 1, failures, config.trainer.max_restarts):
+                raise
+            facts = dataclasses.replace(facts, resumption=newest_intact(trainer.saving.newest_states()))
+            row = describe(error, trainer.step + 1, facts)
+        place = "the start" if facts.resumption is None else facts.resumption.folder
+        logger.warning(
+            "restart %d of %d from %s, since step %d has failed: %s", failures.total(), config.trainer.max_restarts,
+            place, row["failed_step"], row["reason"],
+        )  # fmt: skip
+        is_ready = functools.partial(record, config.run_dir, row)
+        placements, store = trainer.group.placements, trainer.store
+        own.close()
+        host = socket.gethostname()
+        wait_for_processes({place.pid for place in placements if place.host == host}, ENDING_SECONDS)
+        store.reserve()
+        gc.unfreeze()  # the trainer of the lost workers
+    if trainer.step in (trainer.total_steps, trainer.saving.step):
+        remove_snapshots(config.run_dir)
+    return trainer
+
+
+def take_snapshots(trainer: PPOTrainer) -> None:
+    """Let the trainer take snapshots if configured. Others than the one that it resumed from are removed."""
+    if trainer.saving.snapshot is None:
+        remove_snapshots(trainer.store.run_dir)
+    if trainer.config.takes_snapshots and trainer.group.saves_in_background:
+        trainer.snapshots = Snapshots(trainer)
+
+
+def may_restart(error: WorkerError, step: int, failures: Counter[int], most: int) -> bool:
+    """Return whether the workers may be replaced after a failure of `step`, which is among `failures`."""
+    if most == 0 or isinstance(error, RayLost):
+        return False
+    if failures[step] > 1 or failures.total() > most:
+        limit = f"there were {most} restarts (trainer.max_restarts)"
+        logger.error("the workers are not replaced: %s", f"step {step} failed twice" if failures[step] > 1 else limit)
+        return False
+    return True
+
+
+def newest_intact(states: list[tuple[int, Path]]) -> Resumption | None:
+    """Return the first intact one of these checkpoints; None without any. Raises CheckpointError: all are damaged."""
+    damaged: CheckpointError | None = None
+    for _, folder in states:
+        try:
+            return Resumption(folder, load_state(folder), check_checkpoint(folder, steps=sys.maxsize))
+        except CheckpointError as error:
+            logger.warning("skipped: %s", error)
+            damaged = error
+    if damaged is not None:
+        raise damaged
+    return None
+
+
+def describe(error: WorkerError, step: int, facts: Facts) -> dict[str, Any]:
+    """Return the row of starts.jsonl about a restart from the state of `facts` after a failure of `step`."""
+    reason = f"{type(error).__name__}: {error}"
+    lost = lost_work(facts.config.run_dir, facts.steps_done)
+    return {"restart": time.time(), "failed_step": step, "reason": reason, "resumed_step": facts.steps_done, **lost}
+
+
+def record(run_dir: Path, row: dict[str, Any]) -> None:
+    """Append the row of a restart whose workers are ready."""
+    append_row(run_dir, {**row, "seconds_down": time.time() - row["restart"]})
