@@ -21,10 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from hybrid_gkd.reporting.starts import read_starts, reliability, rows_of_starts
+from hybrid_gkd.reporting.starts import reliability, rows_of_starts
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.teacher.server.local import child_environment
 from hybrid_gkd.testing import make_tiny_model
@@ -41,7 +42,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 }
 """Part of a run -> whether a process with this command line is it."""
 RESTARTED_BY_THE_RUN = ("teacher's worker", "teacher's broker")
-"""Parts whose loss does not end the run."""
+"""Parts whose loss the run does not count as a restart."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,17 +97,21 @@ def kill_all(process: subprocess.Popen[bytes], run_dir: Path, parts: list[str]) 
         while not victims:
             time.sleep(0.1)
             victims = find(process.pid, part)
-        step, starts, killed = last_step(run_dir), len(read_starts(run_dir)), time.monotonic()
+        step, number, killed = last_step(run_dir), len(restarts(run_dir)), time.monotonic()
         for victim in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
         if part not in RESTARTED_BY_THE_RUN:  # it may train further until it notices
-            wait_for(process, lambda before=starts: len(read_starts(run_dir)) > before, "another start")
-            step = next(row["failed_step"] for row in reversed(rows_of_starts(run_dir)) if "restart" in row) - 1
+            wait_for(process, lambda before=number: len(restarts(run_dir)) > before, "a restart")
+            step = restarts(run_dir)[-1]["failed_step"] - 1
         wait_for_step(process, run_dir, step + 1)
         seconds[part].append(time.monotonic() - killed)
         wait_for_step(process, run_dir, step + 2)
     return seconds
+
+
+def restarts(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in rows_of_starts(run_dir) if "restart" in row]
 
 
 def find(root: int, part: str) -> list[psutil.Process]:

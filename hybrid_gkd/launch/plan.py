@@ -24,7 +24,7 @@ from hybrid_gkd.offload.needs import TrainedSpec, exported_bytes, plan_memory
 from hybrid_gkd.offload.residency import FROZEN
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.runtime.files import read_json_lines
-from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
+from hybrid_gkd.student.checkpoint_store import RESERVED, SNAPSHOT, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
 
 FREE_FRACTION = 0.1
@@ -355,6 +355,14 @@ def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
         number = min(number, sum(math.ceil(steps / each) if each > 0 else 1 for each in frequencies))
     present = _file_bytes(config.run_dir, "global_step_*/**/*") if resumes else 0
     return max(0, max(one, number * one - present) - freed)
+
+
+def snapshot_bytes(config: Config, trained: Sequence[TrainedSpec]) -> int:
+    """Return the bytes that must be free for the newest snapshot and the next one; 0 unless `trainer.snapshot_freq`
+    sets how many there are: others end where the disk is full."""
+    if not config.trainer.snapshot_freq or not config.takes_snapshots:
+        return 0
+    return max(0, 2 * sum(model.saved for model in trained) - _file_bytes(config.run_dir, f"{SNAPSHOT}/**/*"))
 
 
 def _file_bytes(folder: Path, *patterns: str) -> int:

@@ -37,6 +37,7 @@ from hybrid_gkd.launch.plan import (
     checkpoint_files,
     disk_bytes,
     make_plan,
+    snapshot_bytes,
 )
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
@@ -239,11 +240,17 @@ def checkpoint(facts: Facts) -> str:
 
 
 def disk(facts: Facts) -> str:
-    """Check that the run folder is writable and that the checkpoints of the run fit."""
-    config = facts.config
+    """Check that the run folder is writable and that the checkpoints of the run fit, and also its snapshots where
+    `trainer.snapshot_freq` sets their number."""
+    config, trainer = facts.config, facts.config.trainer
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained) + TOKENIZER_BYTES
     needed = disk_bytes(config, one, steps=facts.steps)
-    return check_disk(config.run_dir, needed, files=checkpoint_files(config) if needed else 0)
+    files, snapshots = checkpoint_files(config) if needed else 0, snapshot_bytes(config, facts.trained)
+    if not config.takes_snapshots or trainer.snapshot_dir is None:
+        return check_disk(config.run_dir, needed + snapshots, files=files)
+    found = check_disk(config.run_dir, needed, files=files)
+    place = Path(trainer.snapshot_dir).expanduser()
+    return f"{found}\n{check_disk(place, snapshots, key='trainer.snapshot_dir', what='snapshots')}"
 
 
 def plan(facts: Facts) -> str:
@@ -279,8 +286,10 @@ CHECKS = (
 )
 
 
-def check_disk(run_dir: Path, needed: int, *, files: int = 0) -> str:
-    """Write to the disk of the run folder.
+def check_disk(
+    run_dir: Path, needed: int, *, files: int = 0, key: str = "trainer.default_local_dir", what: str = "checkpoints"
+) -> str:
+    """Write to the disk of the run folder, or of another one that `key` names for `what`.
 
     Raises ConfigError if that fails, or fewer than `needed` bytes or inodes for `files` are free.
     """
@@ -288,16 +297,13 @@ def check_disk(run_dir: Path, needed: int, *, files: int = 0) -> str:
         folder = try_to_write(run_dir)
         free, status = shutil.disk_usage(folder).free, os.statvfs(folder)
     except OSError as error:
-        raise ConfigError(
-            "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(run_dir)
-        ) from error
+        raise ConfigError(key, f"must be a folder that this user can write to: {error}", str(run_dir)) from error
     if status.f_files and status.f_favail < files:
         rule = f"a checkpoint needs {files} files, but the disk of {folder} has only {status.f_favail} inodes free"
-        raise ConfigError("trainer.default_local_dir", rule, str(run_dir))
+        raise ConfigError(key, rule, str(run_dir))
     if free < needed:
         raise ConfigError(
-            "trainer.default_local_dir",
-            f"the checkpoints of this run need {needed / GIB:.1f} GiB more, but {folder} has {free / GIB:.1f} GiB "
+            key, f"the {what} of this run need {needed / GIB:.1f} GiB more, but {folder} has {free / GIB:.1f} GiB "
             "free; free disk space, use a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(run_dir),
         )  # fmt: skip
-    return f"{folder} is writable, {free / GIB:.1f} GiB free, the checkpoints need {needed / GIB:.2f} GiB more"
+    return f"{folder} is writable, {free / GIB:.1f} GiB free, the {what} need {needed / GIB:.2f} GiB more"

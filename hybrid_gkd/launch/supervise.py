@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import examine_config

@@ -122,12 +122,13 @@ class CheckpointWriter:
             return
         writing, self._writing = self._writing, None
         with self._failing(writing):
-            completing, folder = writing.completing or self._complete(writing), writing.store.folder(writing.state.step)
+            completing, step = writing.completing or self._complete(writing), writing.state.step
             try:
-                with waiting(f"the files of {folder.name} to be flushed", self._timeout):
+                with waiting(f"the files of the checkpoint of step {step} to be flushed", self._timeout):
                     completing.result(self._timeout.seconds)
             except TimeoutError:
-                raise CheckpointError(f"cannot write checkpoint {folder}: not complete within {self._timeout}") from None
+                where = writing.store.folder(step)
+                raise CheckpointError(f"cannot write checkpoint {where}: not complete within {self._timeout}") from None
             self._keep(writing)
 
     @contextlib.contextmanager
@@ -140,6 +141,7 @@ class CheckpointWriter:
             if writing.store is self._store or not isinstance(error, CheckpointError):
                 raise
             self.snapshots = None
+            writing.store.remove_unfinished()
             logger.warning("no further snapshots are taken (trainer.snapshot_freq): %s", error)
 
     def settle(self) -> None:

@@ -114,7 +114,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reliability/seconds_lost": (
         "seconds", "Time lost by these faults: repeated steps, and from each fault until the workers were ready again"
     ),
-    "reliability/steps_repeated": ("", "Steps since the newest checkpoint or snapshot that these restarts have repeated"),
+    "reliability/steps_repeated": ("", "Steps since the newest saved state that these restarts have repeated"),
     "timing/elapsed": ("seconds", "Training time so far, including starts before a resume"),
     # The teacher service, as measured by the trainer.
     "teacher/latency": ("seconds", "Request latency, median over the requests of the step"),

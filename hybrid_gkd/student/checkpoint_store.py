@@ -91,7 +91,7 @@ class CheckpointStore:
     def reserve(self) -> None:
         """Reserve space and inodes for the next checkpoint. Raises CheckpointError: the disk has less."""
         try:
-            self._remove_unfinished()
+            self.remove_unfinished()
             self._reserved.take()
         except OSError as error:
             needed = f"{self.reserved_bytes / 2**20:.0f} MiB, {self.reserved_files} files"
@@ -166,7 +166,7 @@ class CheckpointStore:
         folder = self._unfinished(step)
         try:
             self.release()
-            self._remove_unfinished()
+            self.remove_unfinished()
             folder.mkdir(parents=True)
         except OSError as error:
             raise self._cannot_write(step, error) from error
@@ -193,7 +193,7 @@ class CheckpointStore:
         if self.keep is not None:
             self._prune(state, self.keep)
 
-    def _remove_unfinished(self) -> None:
+    def remove_unfinished(self) -> None:
         """Remove incomplete checkpoints of killed runs and failed writes."""
         for folder in self.run_dir.glob(UNFINISHED):
             shutil.rmtree(folder, ignore_errors=True)
@@ -231,7 +231,7 @@ def step_of(folder: Path) -> int:
 
 
 def prepare_snapshots(run_dir: Path, root: str | None) -> CheckpointStore:
-    """Return the store of a run's snapshots: in the run folder, or in a folder of its own below `root` with a link there.
+    """Return the store of a run's snapshots: in the run folder, or in a new folder below `root`, with a link there.
 
     Raises CheckpointError if it cannot be created.
     """

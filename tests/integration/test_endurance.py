@@ -12,8 +12,9 @@ import endurance
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_a_run_continues_after_a_loss_of_ray_and_of_its_teacher(capsys):
-    assert endurance.main(["--kills", "2", "--parts", "control store", "teacher's broker"]) == 0
+def test_a_run_continues_after_a_loss_of_ray_of_its_worker_and_of_its_teacher(capsys):
+    parts = ["control store", "teacher's broker", "worker"]
+    assert endurance.main(["--kills", "3", "--parts", *parts]) == 0
     _, _, *rows, lost = capsys.readouterr().out.splitlines()
-    assert sorted(row.split(" | ")[:2] for row in rows) == [["| control store", "1"], ["| teacher's broker", "1"]]
-    assert lost.startswith("reliability/restarts=1, ")
+    assert sorted(row.split(" | ")[:2] for row in rows) == [[f"| {part}", "1"] for part in parts]
+    assert lost.startswith("reliability/restarts=2, ")

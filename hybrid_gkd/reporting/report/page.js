@@ -107,11 +107,11 @@ function measured(names) {
   return names.flatMap(name => all.filter(each => name instanceof RegExp ? name.test(each) : name === each));
 }
 
-// Points at which a single run was resumed.
+// Points at which a single run was resumed, or went on with other workers.
 function marks(series) {
   if (page.runs.length > 1) return [];
   const longest = series.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
-  return page.runs[0].starts.filter(start => start.step > 0).map(start => nearest(longest, point => point.step, start.step));
+  return page.runs[0].resumed.map(step => nearest(longest, point => point.step, step));
 }
 
 // Steps between points of the densest curve; the maximum over the runs.

@@ -55,6 +55,8 @@ class RunFolder:
         self.log = RunLog(path)
         self.starts: list[dict[str, Any]] = []
         """Starts of the run: `start`, `ready` and `end` times as far as reached, `error`, and facts."""
+        self.replaced: list[int] = []
+        """Steps from which the run continued with other workers."""
         self._forget_metrics()
         self._forget_lengths()
         self._validations: dict[int, list[int]] = {}
@@ -80,10 +82,12 @@ class RunFolder:
         if self._tokens.replaced():
             self._token_places = {}
         if self._starts.replaced():
-            self.starts = []
+            self.starts, self.replaced = [], []
         for _, row in self._starts.rows():
             if "start" in row:
                 self.starts.append(row)
+            elif "resumed_step" in row:
+                self.replaced.append(row["resumed_step"])
             elif self.starts:
                 self.starts[-1] |= row
         for _, row in self._metrics.rows():
@@ -133,7 +137,8 @@ class RunFolder:
             "max_length": config.get("data.max_response_length"),
             "config": config, "recipe": newest.get("recipe"), "changed": newest.get("changed", {}),
             "earlier": self._earlier_configs(config), "facts": self.log.facts,
-            "warnings": list(self.log.warnings), "num_warnings": self.log.num_warnings, "starts": self.starts,
+            "warnings": list(self.log.warnings), "num_warnings": self.log.num_warnings,
+            "resumed": [*(start["step"] for start in self.starts if start.get("step")), *self.replaced],
         }
 
     def points(self, name: str) -> list[Point]:

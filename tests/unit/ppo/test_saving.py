@@ -39,6 +39,18 @@ class SlowDisk(RecordingGroup):
         return {}, 12.34
 
 
+class AtOnce:
+    """An executor without a thread."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def submit(self, function, *arguments):
+        done = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
 def moments(group):
     return [event if event[0] != "publish" else event[:1] for event in group.events if event[0] != "generate"]
 
@@ -173,15 +185,6 @@ def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_pa
 
 @pytest.mark.slow
 def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, monkeypatch):
-    class AtOnce:
-        def __init__(self, *arguments):
-            pass
-
-        def submit(self, function, *arguments):
-            done = Future()
-            done.set_result(function(*arguments))
-            return done
-
     group, reserved = SlowDisk(2), []
     monkeypatch.setattr(checkpoint_writer, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(CheckpointStore, "reserve", lambda store: reserved.append(len(group.updates)))

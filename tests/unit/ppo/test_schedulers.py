@@ -52,7 +52,10 @@ def make_teacher(fails_at=None):
     return LocalTeacher(score, delay=0.01)
 
 
-def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking=None, keep=None, **options):
+def fit(
+    scheduler, steps, folder, *overrides, teacher=None, group=None, tracking=None, keep=None,
+    prepare=lambda trainer: None, **options,
+):  # fmt: skip
     """A run to its end; the trainer and the workers."""
     config = tiny_config(
         f"data.train_batch_size={BATCH}", "data.max_prompt_length=8", "data.max_response_length=8",
@@ -67,6 +70,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
         store=CheckpointStore(folder, keep=keep), teacher=teacher or make_teacher(), **options,
     )
     failure = None
+    prepare(trainer)
     try:
         trainer.fit()
     except HybridGKDError as error:
