@@ -103,7 +103,8 @@ def may_restart(error: WorkerError, step: int, failures: Counter[int], most: int
         return False
     if failures[step] > 1 or failures.total() > most:
         limit = f"there were {most} restarts (trainer.max_restarts)"
-        logger.error("the workers are not replaced: %s", f"step {step} has failed twice" if failures[step] > 1 else limit)
+        why = f"step {step} has failed twice" if failures[step] > 1 else limit
+        logger.error("the workers are not replaced: %s", why)
         return False
     return True
 

@@ -159,6 +159,18 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
 
 
 @pytest.mark.slow
+def test_a_disk_that_cannot_hold_the_snapshots_ends_the_run_before_it_starts(tmp_path, monkeypatch):
+    own = (f"trainer.snapshot_dir={tmp_path}/memory", "trainer.save_freq=0")
+    free = lambda folder: SimpleNamespace(free=100)  # noqa: E731
+    monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=free))
+    with pytest.raises(ConfigError, match=r"trainer\.snapshot_dir: the snapshots of this run need 0\.0 GiB more"):
+        run.run(runnable(tmp_path, *own, "trainer.snapshot_freq=1"))
+    with pytest.raises(ConfigError, match=r"trainer\.snapshot_dir: must be a folder that this user can write to"):
+        run.run(runnable(tmp_path, "trainer.snapshot_dir=/proc/none", "trainer.save_freq=0", "trainer.max_restarts=1"))
+    assert not (tmp_path / "memory").exists()
+
+
+@pytest.mark.slow
 def test_a_disk_without_inodes_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
     status = SimpleNamespace(f_files=100, f_favail=3, f_bavail=2**40, f_frsize=4096, f_blocks=2**40, f_bfree=2**40)
     monkeypatch.setattr(preflight.os, "statvfs", lambda folder: status)

@@ -53,8 +53,9 @@ class Run:
     def __init__(self, folder, plan, *overrides, error=WorkerError, stopping=None, before=lambda number: None):
         self.config = tiny_config(
             "distillation.enabled=false", "actor_rollout_ref.rollout.n=2", "reward.answer_key=a",
-            "data.train_batch_size=2", "data.max_prompt_length=8", "data.max_response_length=8", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=0",
-            f"trainer.default_local_dir={folder}", "trainer.max_restarts=3", "trainer.snapshot_freq=1", *overrides,
+            "data.train_batch_size=2", "data.max_prompt_length=8", "data.max_response_length=8",
+            f"trainer.total_training_steps={STEPS}", "trainer.save_freq=0", "trainer.snapshot_freq=1",
+            f"trainer.default_local_dir={folder}", "trainer.max_restarts=3", *overrides,
         )  # fmt: skip
         self.plan, self.error, self.stopping, self.before = list(plan), error, stopping or Stopping(), before
         self.trainers, self.closed, self.folder = [], [], self.config.run_dir

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hybrid_gkd.ppo.resuming import (
     learning_settings,
     template_checksums,
 )
-from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
+from hybrid_gkd.student.checkpoint_store import SNAPSHOT, CheckpointStore, TrainerState
 from hybrid_gkd.types import Task
 
 STEPS, PROMPTS = 20, 64
@@ -106,6 +107,21 @@ def test_the_newest_intact_one_is_taken_and_the_damaged_one_named(damage, tmp_pa
     flip(config.run_dir / "global_step_5" / "manifest.json")
     with pytest.raises(CheckpointError, match=rf"no intact checkpoint(.|\n)*{reason}(.|\n)*global_step_5"):
         find(config)
+
+
+def test_a_snapshot_that_is_newer_than_all_checkpoints_is_taken_if_it_is_intact(tmp_path):
+    config = make_config(tmp_path)
+    checkpoint = save(config, 5)
+    own = make_config(tmp_path, "trainer.experiment_name=other")
+    shutil.move(save(own, 7).parent, config.run_dir / SNAPSHOT)
+    snapshot = config.run_dir / SNAPSHOT / "global_step_7"
+    assert find(config).folder == snapshot
+    (snapshot / "actor" / "part.safetensors").unlink()
+    found = find(config)
+    assert found.folder == checkpoint
+    assert found.remarks[0].startswith(f"skipped: {snapshot}/actor/part.safetensors cannot be read")
+    save(config, 8)
+    assert find(config).state.step == 8
 
 
 def test_damage_to_the_export_is_told_and_no_more(tmp_path):

@@ -31,6 +31,9 @@ def append(name, **row):
 if "steps" in plan:
     append("starts.jsonl", start=time.time(), step=0)
     append("starts.jsonl", ready=time.time())
+    for step in plan.get("replaced", []):
+        append("starts.jsonl", restart=time.time(), failed_step=step, resumed_step=step - 1, steps_repeated=0,
+               seconds_repeated=0.0, seconds_down=7.0)
     for step in plan["steps"]:
         append("metrics.jsonl", step=step, **{{"timing/elapsed": 10.0 * step}})
     if "saved" in plan:
@@ -76,22 +79,22 @@ def run(tmp_path, plan, *overrides):
 def test_a_run_is_started_again_until_it_succeeds_and_records_what_was_lost(tmp_path):
     plan = [
         {"steps": [1, 2, 3], "saved": 2, "error": "RayLost: Ray's raylet has ended", "code": 1},
-        {"steps": [3, 4, 5, 6], "signal": int(signal.SIGKILL)}, {"steps": [3, 4, 5, 6, 7]},
+        {"steps": [3, 4, 5, 6], "replaced": [4], "signal": int(signal.SIGKILL)}, {"steps": [3, 4, 5, 6, 7]},
     ]
     code, starts, errors, folder = run(tmp_path, plan, "trainer.resume_mode=disable")
     assert code == 0
     assert [argument[:2] for argument in starts] == [["-m", "hybrid_gkd"]] * 3
     assert [argument[-1] for argument in starts] == ["trainer.max_restarts=20", *["trainer.resume_mode=auto"] * 2]
     first = "restart 1 of 20 in 0 s, since step 4 has failed: RayLost: Ray's raylet has ended"
-    second = "restart 2 of 20 in 0 s, since step 7 has failed: the driver was killed by SIGKILL (out of memory?)"
+    second = "restart 3 of 20 in 0 s, since step 7 has failed: the driver was killed by SIGKILL (out of memory?)"
     log = (folder / "run.log").read_text(encoding="utf-8")
     for line in (first, second):
         assert line in errors
         assert f" WARNING {line}\n" in log
     assert [start["error"] for start in read_starts(folder)[:2]] == [plan[0]["error"], second.partition("failed: ")[2]]
     found = reliability(folder)
-    assert (found["reliability/restarts"], found["reliability/steps_repeated"]) == (2, 1 + 4)
-    assert 50 <= found["reliability/seconds_lost"] < 50 + 120  # 10 s for each step, and the starts
+    assert (found["reliability/restarts"], found["reliability/steps_repeated"]) == (3, 1 + 4)
+    assert 57 <= found["reliability/seconds_lost"] < 57 + 120  # 10 s for each step, and the starts
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,11 @@ def test_a_run_is_started_again_until_it_succeeds_and_records_what_was_lost(tmp_
             [{"steps": range(n, n + 2), "error": "TrainingError: NaN", "code": 1} for n in (1, 3, 5)], 1, 2,
             "there were 1 restarts (trainer.max_restarts)",
         ),
+        # Steps that failed before, after which the run has replaced its workers.
+        ([{"steps": [1, 2], "replaced": [3], "error": "TrainingError: NaN", "code": 1}], 20, 1,
+         "step 3 has failed twice"),
+        ([{"steps": [1, 2], "replaced": [1, 2], "error": "TrainingError: NaN", "code": 1}], 2, 1,
+         "there were 2 restarts (trainer.max_restarts)"),
         ([{"code": 1}], 20, 1, None),
         ([{"steps": [1], "error": "ConfigError: data.x: must not", "code": 1}], 20, 1, None),
         ([{"steps": [1], "error": "SystemExit: 143", "code": 143}], 20, 1, None),

@@ -3,6 +3,7 @@
 import dataclasses
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +21,20 @@ from transformers import (
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, make_plan, memory_lines
+from hybrid_gkd.launch.plan import (
+    check_free_memory,
+    checkpoint_bytes,
+    disk_bytes,
+    make_plan,
+    memory_lines,
+    snapshot_bytes,
+)
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher, place_teachers, plan_memory, trained_models, with_planned_caches
-from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
+from hybrid_gkd.student.checkpoint_store import RESERVED, SNAPSHOT, UNFINISHED
 from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
@@ -787,6 +795,17 @@ def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
     (begun / "weights").write_bytes(bytes(one))
     assert needed(5, 1) == needed(5, "null") == 0
     assert needed(5, 4, None, "trainer.resume_mode=disable") == 5 * one
+
+
+def test_a_number_of_snapshots_needs_room_for_two(tmp_path):
+    trained, folder = (SimpleNamespace(saved=1000), SimpleNamespace(saved=500)), f"trainer.default_local_dir={tmp_path}"
+    assert snapshot_bytes(config(folder, "trainer.snapshot_freq=4"), trained) == 3000
+    for others in (["trainer.max_restarts=3"], ["trainer.max_restarts=3", "trainer.snapshot_freq=0"], []):
+        assert snapshot_bytes(config(folder, *others), trained) == 0  # none, or as many as there is room for
+    kept = config(folder).run_dir / SNAPSHOT / "global_step_1"
+    kept.mkdir(parents=True)
+    (kept / "weights").write_bytes(bytes(1500))
+    assert snapshot_bytes(config(folder, "trainer.snapshot_freq=4"), trained) <= 1500
 
 
 SEVERAL = [f"distillation.teacher_models.{name}.model_path=x" for name in ("a", "b", "c")]

@@ -116,6 +116,7 @@ SWITCHED_ON = {  # what is switched on -> what then has a panel, all names that 
         ("algorithm.rollout_rs=token_k2", "algorithm.rollout_rs_threshold=2"), ["actor/importance/rejected"],
     ),
     "rewards of held-out answers": (("data.val_files=b.jsonl", "reward.answer_key=answer"), ["val/accuracy"]),
+    "restarts": (("trainer.max_restarts=1",), ["reliability/", "timing/snapshot"]),
     "separate pools": (
         ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1"), ["timing/wait_prev_gen"],
     ),

@@ -17,7 +17,18 @@ import pytest
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime import files
 from hybrid_gkd.runtime.files import FileSum
-from hybrid_gkd.student.checkpoint_store import LATEST, RESERVED, CheckpointStore, TrainerState, find_damage, load_state
+from hybrid_gkd.student.checkpoint_store import (
+    LATEST,
+    RESERVED,
+    SNAPSHOT,
+    Best,
+    CheckpointStore,
+    TrainerState,
+    find_damage,
+    load_state,
+    prepare_snapshots,
+    remove_snapshots,
+)
 
 
 def state(step):
@@ -242,6 +253,51 @@ def test_the_checkpoint_that_the_pointer_names_comes_first_be_it_there_or_not(tm
         write(store, step)
     shutil.rmtree(tmp_path / "global_step_10")
     assert [folder.name for folder in store.newest_first()] == ["global_step_10", "global_step_5"]
+
+
+@pytest.mark.parametrize("root", [None, "memory"])
+def test_of_snapshots_the_newest_is_kept_and_resumed_from_if_no_checkpoint_is_newer(root, tmp_path):
+    """Also beside the best one; the link leads to a folder of the run's own."""
+    run_dir, other = tmp_path / "run", root and tmp_path / root
+    run_dir.mkdir()
+    checkpoints, snapshots = CheckpointStore(run_dir, keep=2), prepare_snapshots(run_dir, other and str(other))
+    assert (run_dir / SNAPSHOT).is_symlink() == (root is not None)
+    write(checkpoints, 3)
+    for step in (1, 4, 5):
+        best = TrainerState(step=step, data={}, first_metrics={}, best=Best(metric="val/x", value=1.0, step=1))
+        with snapshots.writing(best) as folder:
+            (folder / "part").write_text("weights", encoding="utf-8")
+    assert [path.name for path in (run_dir / SNAPSHOT).glob("global_step_*")] == ["global_step_5"]
+    assert checkpoints.resumable() == [run_dir / SNAPSHOT / "global_step_5", run_dir / "global_step_3"]
+    write(checkpoints, 5)
+    assert checkpoints.resumable()[0] == run_dir / "global_step_5"
+    assert prepare_snapshots(run_dir, other and str(other)).latest() == run_dir / SNAPSHOT / "global_step_5"  # kept
+    again = prepare_snapshots(run_dir, str(tmp_path / "elsewhere"))
+    assert again.latest() is None
+    remove_snapshots(run_dir)
+    remove_snapshots(run_dir)
+    left = [path.name for folder in ("memory", "elsewhere") for path in (tmp_path / folder).glob("*")]
+    assert left == []
+    assert not (run_dir / SNAPSHOT).is_symlink()
+
+
+def test_a_link_to_snapshots_that_are_gone_is_no_obstacle(tmp_path):
+    """As after a restart of the machine, with /dev/shm."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write(prepare_snapshots(run_dir, str(tmp_path / "memory")), 1)
+    shutil.rmtree(tmp_path / "memory")
+    assert CheckpointStore(run_dir, keep=None).resumable() == []
+    write(prepare_snapshots(run_dir, str(tmp_path / "memory")), 2)
+    assert CheckpointStore(run_dir, keep=None).resumable() == [run_dir / SNAPSHOT / "global_step_2"]
+
+
+def test_a_file_that_another_machine_has_is_missed(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    store.begin(1)
+    with pytest.raises(CheckpointError, match=r"actor/part was written by a worker and is not in this folder"):
+        store.complete(state(1), {"actor/part": FileSum(size=1, crc32=1)})
+    assert store.latest() is None
 
 
 def test_a_broken_state_is_named(tmp_path):
