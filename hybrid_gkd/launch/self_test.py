@@ -66,7 +66,7 @@ def self_test_config(config: Config, folder: str) -> Config:
     config.reward, config.reward_model = RewardConfig(), RewardModelConfig()
     config.algorithm = AlgorithmConfig()
     trainer.scheduler, trainer.total_training_steps, trainer.logger = "sync", 1, []
-    trainer.save_freq = trainer.test_freq = 0
+    trainer.save_freq = trainer.test_freq = trainer.max_restarts = trainer.snapshot_freq = 0
     trainer.resume_mode, trainer.resume_from_path, trainer.val_before_train = "disable", None, False
     trainer.default_local_dir = folder
     return config

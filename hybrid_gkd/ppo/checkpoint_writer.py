@@ -80,7 +80,7 @@ class CheckpointWriter:
 
     def resume(self, folder: Path, state: TrainerState) -> None:
         """Take the checkpoint or snapshot that the run resumed from for the newest one."""
-        if folder.parent != self._store.run_dir / SNAPSHOT:
+        if folder.resolve().parent != (self._store.run_dir / SNAPSHOT).resolve():
             self.newest, self.step = folder, state.step
             return
         self.snapshot = state.step, folder

@@ -394,9 +394,10 @@ class PPOTrainer:
         """After a failure, save the last step if the workers respond and their weights are consistent."""
 
         def nothing_new() -> bool:
-            return self.step == self.saving.step or not self._weights_consistent
+            saves = self.config.trainer.save_freq != 0 and self._weights_consistent
+            return not saves or self.step == self.saving.step
 
-        if self.config.trainer.save_freq == 0 or (nothing_new() and not self.saving.is_writing):
+        if nothing_new() and not self.saving.is_writing:
             return
         text = "training failed, saving the last completed step: %s"  # logged first, because saving may take long
         logger.error(text, cause if isinstance(cause, HybridGKDError) else repr(cause))

@@ -107,7 +107,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/sync_rollout_weights": ("seconds", "Weight sync to the rollout engine"),
     "timing/offload": ("seconds", "Copies of parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": ("seconds", "Validation; a second weight sync after it counts in the next timing/gen"),
-    "timing/save_checkpoint": ("seconds", "Exposed time of checkpoints: copying the state to the host, or waiting for a write"),
+    "timing/save_checkpoint": ("seconds", "Exposed time of checkpoints: copying the state, or waiting for a write"),
     "timing/snapshot": ("seconds", "The same of a snapshot to restart from"),
     "timing/other": ("seconds", "Time since the last report outside of all phases: batching, reporting"),
     "reliability/restarts": ("", "Restarts after faults so far (trainer.max_restarts)"),
