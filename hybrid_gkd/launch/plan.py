@@ -357,7 +357,7 @@ def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
     return max(0, max(one, number * one - present) - freed)
 
 
-def snapshot_bytes(config: Config, trained: Sequence[TrainedSpec]) -> int:
+def room_for_snapshots(config: Config, trained: Sequence[TrainedSpec]) -> int:
     """Return the bytes that must be free for the newest snapshot and the next one; 0 unless `trainer.snapshot_freq`
     sets how many there are: others end where the disk is full."""
     if not config.trainer.snapshot_freq or not config.takes_snapshots:

@@ -37,7 +37,7 @@ from hybrid_gkd.launch.plan import (
     checkpoint_files,
     disk_bytes,
     make_plan,
-    snapshot_bytes,
+    room_for_snapshots,
 )
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
@@ -245,7 +245,7 @@ def disk(facts: Facts) -> str:
     config, trainer = facts.config, facts.config.trainer
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained) + TOKENIZER_BYTES
     needed = disk_bytes(config, one, steps=facts.steps)
-    files, snapshots = checkpoint_files(config) if needed else 0, snapshot_bytes(config, facts.trained)
+    files, snapshots = checkpoint_files(config) if needed else 0, room_for_snapshots(config, facts.trained)
     if not config.takes_snapshots or trainer.snapshot_dir is None:
         return check_disk(config.run_dir, needed + snapshots, files=files)
     found = check_disk(config.run_dir, needed, files=files)

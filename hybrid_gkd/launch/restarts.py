@@ -22,7 +22,6 @@ from hybrid_gkd.errors import CheckpointError, WorkerError
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.resume import Resumption, check_checkpoint
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.ppo.snapshots import Snapshots
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.starts import append_row, lost_work, reliability
 from hybrid_gkd.runtime.imports import freeze_gc
@@ -94,7 +93,7 @@ def take_snapshots(trainer: PPOTrainer) -> None:
     if trainer.saving.snapshot is None:
         remove_snapshots(trainer.store.run_dir)
     if trainer.config.takes_snapshots and trainer.group.saves_in_background:
-        trainer.snapshots = Snapshots(trainer)
+        trainer.take_snapshots()
 
 
 def may_restart(error: WorkerError, step: int, failures: Counter[int], most: int) -> bool:

@@ -14,7 +14,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.student.checkpoint_store import SNAPSHOT, Best, CheckpointStore, TrainerState, step_of
+from hybrid_gkd.student.checkpoint_store import SNAPSHOT, Best, CheckpointStore, TrainerState, step_in_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,8 +84,8 @@ class CheckpointWriter:
             self.newest, self.step = folder, state.step
             return
         self.snapshot = state.step, folder
-        self.newest = next((each for each in self._store.newest_first() if step_of(each) <= state.step), None)
-        self.step = step_of(self.newest) if self.newest else 0
+        self.newest = next((each for each in self._store.newest_first() if step_in_name(each) <= state.step), None)
+        self.step = step_in_name(self.newest) if self.newest else 0
 
     def take_snapshot(self, *, exports: bool = True) -> None:
         """Wait for the previous checkpoint, then copy the workers' present state; for a snapshot without exports."""

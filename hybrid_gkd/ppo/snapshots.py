@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from hybrid_gkd.student.checkpoint_store import prepare_snapshots
-
-if TYPE_CHECKING:
-    from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.config import TrainerConfig
+from hybrid_gkd.ppo.checkpoint_writer import CheckpointWriter
+from hybrid_gkd.runtime.spans import Clock
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, prepare_snapshots
 
 SHARE = 0.02
 """Largest fraction of the time for snapshots, with `trainer.snapshot_freq=null`."""
@@ -20,8 +20,8 @@ class NoSnapshots:
     def poll(self) -> None:
         """Before an update: let the snapshot of the last step become complete, if it is written."""
 
-    def take(self) -> None:
-        """After an update, before its weights are published: copy the state to the host."""
+    def take(self, step: int) -> None:
+        """After the update of a step, before its weights are published: copy the state to the host."""
 
     def start(self) -> None:
         """At the end of a step: begin to write the copy, unless a checkpoint of the step is being written."""
@@ -30,40 +30,47 @@ class NoSnapshots:
 class Snapshots(NoSnapshots):
     """Takes snapshots every `trainer.snapshot_freq` steps; null: as often as their measured cost is below `SHARE`.
 
-    A step is left out while an earlier state is being written, and if a checkpoint is due. Raises CheckpointError: the
-    folder cannot be created.
+    A step is left out while an earlier state is being written, and if a checkpoint is due.
+
+    Args:
+        config: the section `trainer`.
+        saving: writes the checkpoints, into `store`.
+        state, continues: return the trainer's state, and whether a step follows.
+
+    Raises CheckpointError: the folder cannot be created.
     """
 
-    def __init__(self, trainer: PPOTrainer):
-        self._trainer, self._saving = trainer, trainer.saving
-        self._every = trainer.config.trainer.snapshot_freq
-        self._saving.snapshots = prepare_snapshots(trainer.store.run_dir, trainer.config.trainer.snapshot_dir)
+    def __init__(
+        self, config: TrainerConfig, saving: CheckpointWriter, store: CheckpointStore, clock: Clock, *,
+        state: Callable[[], TrainerState], continues: Callable[[], bool],
+    ):  # fmt: skip
+        self._every, self._saving, self._store, self._clock = config.snapshot_freq, saving, store, clock
+        self._state, self._continues = state, continues
+        self._saving.snapshots = prepare_snapshots(store.run_dir, config.snapshot_dir)
         self._is_taken = False
         self._seconds, self._taken_at = 0.0, time.monotonic()
         """Cost of the last snapshot, and when it was taken."""
 
     def poll(self) -> None:
-        if self._saving.poll() and self._trainer.continues():
-            self._trainer.store.reserve()
+        if self._saving.poll() and self._continues():
+            self._store.reserve()
 
-    def take(self) -> None:
+    def take(self, step: int) -> None:
         self.poll()
         began, busy = time.monotonic(), self._saving.is_writing or self._saving.has_snapshot
-        self._is_taken = self._is_due(began) and not busy and self._trainer.continues()
+        self._is_taken = self._is_due(step, began) and not busy and self._continues()
         if self._is_taken:
-            with self._trainer.clock.span("snapshot"):
+            with self._clock.span("snapshot"):
                 self._saving.take_snapshot(exports=False)
             self._seconds, self._taken_at = time.monotonic() - began, began
 
-    def _is_due(self, now: float) -> bool:
+    def _is_due(self, step: int, now: float) -> bool:
         if self._saving.snapshots is None:
             return False
-        if self._every is not None:
-            return self._trainer.step % self._every == 0
-        return self._seconds <= SHARE * (now - self._taken_at)
+        return self._seconds <= SHARE * (now - self._taken_at) if self._every is None else step % self._every == 0
 
     def start(self) -> None:
         began = time.monotonic()
         if self._is_taken and not self._saving.is_writing and self._saving.snapshots is not None:
-            self._saving.start(self._trainer.state(), self._saving.snapshots)
+            self._saving.start(self._state(), self._saving.snapshots)
             self._seconds += time.monotonic() - began

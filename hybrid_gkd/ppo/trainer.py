@@ -28,7 +28,7 @@ from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
-from hybrid_gkd.ppo.snapshots import NoSnapshots
+from hybrid_gkd.ppo.snapshots import NoSnapshots, Snapshots
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
@@ -119,7 +119,6 @@ class PPOTrainer:
         self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
         """Callbacks that take the samples of a validation and return, by metric, one value per token of each sample,
         [R]; the means are reported. They may run the student."""
-        self.snapshots = NoSnapshots()
         self._rollouts = RolloutPipeline(
             lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
@@ -132,7 +131,7 @@ class PPOTrainer:
         self.critic = CriticStage(config, group, self.clock) if config.uses_critic else None
         self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
         self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
-        self.guards = Guards()
+        self.guards, self.snapshots = Guards(), NoSnapshots()
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_consistent = True
         """Whether the actor's weights are those of `step`; False during optimizer steps."""
@@ -175,10 +174,10 @@ class PPOTrainer:
         self.step, self.extra_batches, self._weights_consistent = rollout.step, rollout.extra_batches, True
         self.kl_penalty.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
-        if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self.continues():
+        if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self._continues():
             with self.clock.span("save_checkpoint"):
                 self.saving.take_snapshot()  # before publishing, while the whole state is on the devices
-        self.snapshots.take()
+        self.snapshots.take(self.step)
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         if validates or (not ends_here and self.generation.draws(self.step + 1 + self._rollouts.depth)):
             self._publish_weights()
@@ -195,7 +194,7 @@ class PPOTrainer:
             self.best = best
             logger.info("new best validation: step %d, %s %.5g", best.step, best.metric, best.value)
         # After the report, so that a run resumed from this checkpoint finds the metrics of all earlier steps.
-        if self.saving.poll() and not saves and self.continues():
+        if self.saving.poll() and not saves and self._continues():
             self.store.reserve()
         if saves:
             self._save()
@@ -375,19 +374,24 @@ class PPOTrainer:
             self.first_metrics |= before
         self.last_metrics = kept
 
-    def continues(self) -> bool:
-        """Return whether a step follows."""
+    def take_snapshots(self) -> None:
+        """Take snapshots from now on. Raises CheckpointError: their folder cannot be created."""
+        self.snapshots = Snapshots(
+            self.config.trainer, self.saving, self.store, self.clock, state=self._state, continues=self._continues
+        )
+
+    def _continues(self) -> bool:
         return self.step < self.total_steps and not self.stop_requested()
 
     def _save(self) -> None:
         """Save the step: in the background from a snapshot if the workers support it, otherwise synchronously."""
         with self.clock.span("save_checkpoint"):
             in_background = self.saving.has_snapshot
-            if not in_background and self.group.saves_in_background and self.continues():
+            if not in_background and self.group.saves_in_background and self._continues():
                 self.saving.take_snapshot()
                 in_background = True
-            (self.saving.start if in_background else self.saving.write)(self.state())
-        if not in_background and self.continues():
+            (self.saving.start if in_background else self.saving.write)(self._state())
+        if not in_background and self._continues():
             self.store.reserve()
 
     def _save_last_state(self, cause: Exception) -> None:
@@ -409,7 +413,7 @@ class PPOTrainer:
                 self._remember(self._unreported)
                 if self.best is not None and self.best.step != self.step:
                     self.best = self.saving.best  # the checkpoint of a later best was not written
-                self.saving.write(self.state())
+                self.saving.write(self._state())
                 logger.warning("saved the state after step %d: %s", self.step, self.checkpoint)
                 if self._unreported:  # a resumed run does not repeat this step
                     metrics = {name: value for name, value in self._unreported.items() if math.isfinite(value)}
@@ -417,7 +421,7 @@ class PPOTrainer:
         except Exception as error:  # `cause` is the error to raise
             logger.warning("cannot save the state after step %d: %s", self.step, error)
 
-    def state(self) -> TrainerState:
+    def _state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)
         return TrainerState(
             step=self.step, data=data, first_metrics=dict(self.first_metrics), settings=self.settings, best=self.best,

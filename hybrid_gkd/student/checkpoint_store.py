@@ -131,7 +131,7 @@ class CheckpointStore:
     def resumable(self) -> list[Path]:
         """Return the checkpoints and the snapshot of the run, newest first."""
         snapshots = CheckpointStore(self.run_dir / SNAPSHOT, keep=None).newest_first()
-        return sorted([*self.newest_first(), *snapshots], key=step_of, reverse=True)
+        return sorted([*self.newest_first(), *snapshots], key=step_in_name, reverse=True)
 
     def _named_step(self) -> int | None:
         """Return the step that the pointer names; None without a pointer of one whole line, which may be cut."""
@@ -225,7 +225,7 @@ class CheckpointStore:
                     logger.warning("cannot remove an old checkpoint: %s: %s", self.folder(step), error)
 
 
-def step_of(folder: Path) -> int:
+def step_in_name(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
     return int(folder.name.rpartition("_")[2])
 

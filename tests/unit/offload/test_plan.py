@@ -27,7 +27,7 @@ from hybrid_gkd.launch.plan import (
     disk_bytes,
     make_plan,
     memory_lines,
-    snapshot_bytes,
+    room_for_snapshots,
 )
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
@@ -799,13 +799,13 @@ def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
 
 def test_a_number_of_snapshots_needs_room_for_two(tmp_path):
     trained, folder = (SimpleNamespace(saved=1000), SimpleNamespace(saved=500)), f"trainer.default_local_dir={tmp_path}"
-    assert snapshot_bytes(config(folder, "trainer.snapshot_freq=4"), trained) == 3000
+    assert room_for_snapshots(config(folder, "trainer.snapshot_freq=4"), trained) == 3000
     for others in (["trainer.max_restarts=3"], ["trainer.max_restarts=3", "trainer.snapshot_freq=0"], []):
-        assert snapshot_bytes(config(folder, *others), trained) == 0  # none, or as many as there is room for
+        assert room_for_snapshots(config(folder, *others), trained) == 0  # none, or as many as there is room for
     kept = config(folder).run_dir / SNAPSHOT / "global_step_1"
     kept.mkdir(parents=True)
     (kept / "weights").write_bytes(bytes(1500))
-    assert snapshot_bytes(config(folder, "trainer.snapshot_freq=4"), trained) <= 1500
+    assert room_for_snapshots(config(folder, "trainer.snapshot_freq=4"), trained) <= 1500
 
 
 SEVERAL = [f"distillation.teacher_models.{name}.model_path=x" for name in ("a", "b", "c")]

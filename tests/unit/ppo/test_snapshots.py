@@ -10,17 +10,13 @@ from test_schedulers import fit
 
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.ppo import checkpoint_writer, snapshots
-from hybrid_gkd.ppo.snapshots import Snapshots
+from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, CheckpointStore, find_damage, load_state
 
 QUIET = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.max_restarts=1")
 
 
-def take(trainer):
-    trainer.snapshots = Snapshots(trainer)
-
-
-fit_with_snapshots = functools.partial(fit, "sync", prepare=take)
+fit_with_snapshots = functools.partial(fit, "sync", prepare=PPOTrainer.take_snapshots)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +47,7 @@ class Timed(SlowDisk):
 
 @pytest.mark.parametrize(("copy", "taken"), [(0.1, [1, 2, 3, 4, 5]), (0.5, [1, 4])])
 def test_they_are_taken_as_often_as_they_cost_two_percent(copy, taken, tmp_path, monkeypatch):
-    """Of steps of 10 seconds: 1 % each is every step, 5 % every third one."""
+    """Steps take 10 seconds: a cost of 1 % is every step, one of 5 % every third."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(snapshots, "time", SimpleNamespace(monotonic=lambda: clock.now))
     group = Timed(clock, 10.0, copy)

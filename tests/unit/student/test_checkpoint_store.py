@@ -257,7 +257,7 @@ def test_the_checkpoint_that_the_pointer_names_comes_first_be_it_there_or_not(tm
 
 @pytest.mark.parametrize("root", [None, "memory"])
 def test_of_snapshots_the_newest_is_kept_and_resumed_from_if_no_checkpoint_is_newer(root, tmp_path):
-    """Also beside the best one; the link leads to a folder of the run's own."""
+    """The best one is no exception; the link leads to a folder of the run's own."""
     run_dir, other = tmp_path / "run", root and tmp_path / root
     run_dir.mkdir()
     checkpoints, snapshots = CheckpointStore(run_dir, keep=2), prepare_snapshots(run_dir, other and str(other))
