@@ -282,7 +282,7 @@ def test_of_snapshots_the_newest_is_kept_and_resumed_from_if_no_checkpoint_is_ne
 
 
 def test_a_link_to_snapshots_that_are_gone_is_no_obstacle(tmp_path):
-    """As after a restart of the machine, with /dev/shm."""
+    """A restart of the machine empties /dev/shm."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write(prepare_snapshots(run_dir, str(tmp_path / "memory")), 1)
