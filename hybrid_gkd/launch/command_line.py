@@ -30,7 +30,7 @@ VERL = "ppo_trainer"
 
 
 SUPERVISE = "--supervise"
-RUN_SWITCHES = MappingProxyType({SUPERVISE: "restart the run from its newest checkpoint when it ends by a fault"})
+RUN_SWITCHES = MappingProxyType({SUPERVISE: "restart the run from its newest saved state when it ends by a fault"})
 
 
 def parse(

@@ -70,6 +70,9 @@ def test_a_second_run_of_the_process_is_ended_like_the_first(stopping):
 
 
 def test_a_grace_period_that_is_over_ends_the_run_and_says_so(stopping, caplog):
+    """Its training with other workers, too, after which the first one ended."""
+    with stopping.deferred_to_step_end(60.0):
+        pass
 
     def train():
         with stopping.deferred_to_step_end(0.05):

@@ -29,6 +29,7 @@ from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
 from hybrid_gkd.reporting.report.page import html, labels, page_data
 from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, VALIDATIONS, RunFolder
 from hybrid_gkd.reporting.report.server import ReportServer
+from hybrid_gkd.reporting.starts import append_row
 from hybrid_gkd.runtime.files import JsonLinesFile
 from hybrid_gkd.scoring.token_scores import ANSWERS, TOKENS
 from hybrid_gkd.student.actor import SHOWN_CANDIDATES
@@ -206,6 +207,10 @@ def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
     assert data["state"]["starts"] == 2
     assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 41))
     assert data["lengths"]["steps"] == list(range(1, 41))
+    assert data["resumed"] == [20]
+    append_row(folder, {"restart": 1.0, "failed_step": 31, "resumed_step": 30, "seconds_down": 1.0})
+    run.refresh()
+    assert run.data()["resumed"] == [20, 30]
     assert [each["step"] for each in data["answers"]] == [0, 10, 20, 30, 40]
     times = data["metrics"]["timing/elapsed"]["mean"]
     assert times == sorted(times)
