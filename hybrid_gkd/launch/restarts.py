@@ -50,8 +50,8 @@ def fit_with_restarts(
     Raises the errors of `build` and `PPOTrainer.fit`; CheckpointError: the states to restart from are damaged.
     """
     config, failures = facts.config, Counter[int]()
-    # Without saved states there is nothing to wait for.
-    saves = (config.trainer.save_freq != 0 and not config.trainer.val_only) or config.takes_snapshots
+    # Without checkpoints there is nothing to wait for.
+    saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     while True:
         own = stack.enter_context(contextlib.ExitStack())
         trainer = build(facts, own)
