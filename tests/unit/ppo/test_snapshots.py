@@ -13,6 +13,7 @@ from hybrid_gkd.ppo import checkpoint_writer, snapshots
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, CheckpointStore, find_damage, load_state
 
+pytestmark = pytest.mark.slow
 QUIET = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.max_restarts=1")
 
 
