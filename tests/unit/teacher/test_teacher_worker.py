@@ -3,6 +3,7 @@
 import queue
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hybrid_gkd.teacher.server.scoring_worker import (
     ScoringWorker,
     Work,
 )
+from hybrid_gkd.teacher.server.turns import GpuTurns
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Reading, TopK
 
@@ -34,9 +36,16 @@ class Engine(ScoringEngine):
     def __init__(self):
         super().__init__(INFO)
         self.most_tokens = 0
-        self.computed, self.saw_leftovers = [], False
+        self.computed, self.saw_leftovers, self.is_asleep = [], False, False
+
+    def sleep(self):
+        self.is_asleep = True
+
+    def wake(self):
+        self.is_asleep = False
 
     def _step(self):
+        assert not self.is_asleep
         self.most_tokens = max(self.most_tokens, self.num_tokens)
         item = self._queue.popleft()
         self.saw_leftovers = self.saw_leftovers or any(each() is not None for each in self.computed)
@@ -125,6 +134,30 @@ def test_an_engine_that_keeps_failing_ends_the_worker(monkeypatch):
     bad = [work(str(i), [POISON], PREFETCH_TOKENS) for i in range(MAX_CONSECUTIVE_FAILURES)]
     replies, _ = run(monkeypatch, bad, match=f"the engine failed {MAX_CONSECUTIVE_FAILURES} times in a row")
     assert all(isinstance(message, ScoreError) for message, _ in replies.values())
+
+
+def test_an_engine_sleeps_while_it_is_the_turn_of_another_worker(monkeypatch, tmp_path):
+    link, engine = Link([]), Engine()
+    link.inbox = queue.SimpleQueue()
+    own, other = GpuTurns(str(tmp_path)), GpuTurns(str(tmp_path))
+    own.take()
+    monkeypatch.setattr(worker_module, "Link", lambda *_: link)
+    link.inbox.put(work("a", [1]))
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(ScoringWorker(engine, "unused:1", turns=own).run)
+        other.take()  # once the engine is idle
+        assert set(link.replies) == {"a"}
+        assert engine.is_asleep
+        link.inbox.put(work("b", [2], PREFETCH_TOKENS))
+        while not other.is_awaited:
+            time.sleep(0.001)
+        assert set(link.replies) == {"a"}
+        other.release()
+        link.inbox.put(TeacherError("the end"))
+        with pytest.raises(TeacherError, match="the end"):
+            done.result(10)
+    assert set(link.replies) == {"a", "b"}
+    assert not engine.is_asleep
 
 
 def test_the_busy_time_of_the_last_ten_seconds_is_added_up(monkeypatch):
