@@ -155,8 +155,8 @@ def distillation(
         target, teacher_tail = chunk[f"{signal}.logprobs"], chunk[f"{signal}.tail_logprobs"]
         if f"{signal}.groups" in chunk:
             student, given = by_event(student, chunk[f"{signal}.groups"]), chunk[f"{signal}.sampled_logprobs"]
-            known = torch.where(given.isnan(), student.sampled.detach(), given)
-            chunk = {**chunk, f"{signal}.sampled_logprobs": known}
+            given = torch.where(given.isnan(), student.sampled.detach(), given)
+            chunk = {**chunk, f"{signal}.sampled_logprobs": given}
         # In every mode, so that runs with different losses can be compared.
         found = divergence.compare(target, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl
