@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybrid_gkd.config import UNNAMED, RunTeacher, run_teachers
-from hybrid_gkd.errors import prefix_errors, rename_section
+from hybrid_gkd.errors import ModelError, prefix_errors, rename_section
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.spelling import Spelling
@@ -36,6 +36,8 @@ def tokenizers(facts: Facts) -> str:
             if tokenizer_hash(own) == tokenizer_hash(facts.tokenizer):
                 continue
             spelling = Spelling(own, f"teacher {own_path}")
+            if own.eos_token_id is None:
+                raise ModelError(f"teacher {own_path}: its tokenizer has no eos_token, so that no text would end")
         with prefix_errors("actor_rollout_ref.model.path"):
             same = spelling.by_bytes.keys() & Spelling(facts.tokenizer, f"student {path}").by_bytes.keys()
         facts.other_tokenizers[teacher.key] = own
@@ -55,9 +57,9 @@ def make_scorer(facts: Facts, teacher: RunTeacher, client: Teacher, served: Mode
     if own is None:
         spelling = student
     else:
-        spelling = Spelling(own, "teacher", ends=served.stop_token_ids)
-        ends = _usual_first(facts.tokenizer, facts.stop_token_ids)
-        roles = dict.fromkeys(_usual_first(own, served.stop_token_ids), ends)
+        stops = served.stop_token_ids or [own.eos_token_id]  # services of other programs need not name them
+        spelling, ends = Spelling(own, "teacher", ends=stops), _usual_first(facts.tokenizer, facts.stop_token_ids)
+        roles = dict.fromkeys(_usual_first(own, stops), ends)
         others = spelling.specials.items()
         roles |= {
             number: [student.specials[text]] for text, number in others
