@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -157,12 +158,13 @@ class Run:
         return True
 
     def step(self) -> int:
-        """Return the last reported step."""
-        return int(max((row["step"] for row in self.metrics()), default=0))
-
-    def metrics(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        return list(read_json_lines(file)) if file.is_file() else []
+        """Return the last reported step, from the end of metrics.jsonl."""
+        try:
+            with open(self.folder / "metrics.jsonl", "rb") as file:
+                file.seek(-min(20_000, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                return max((int(step) for step in re.findall(rb'^{"step": (\d+),.*}$', file.read(), re.M)), default=0)
+        except FileNotFoundError:
+            return 0
 
     def restarts(self) -> list[dict[str, Any]]:
         return [row for row in rows_of_starts(self.folder) if "restart" in row]
@@ -230,6 +232,8 @@ def compare(folder: Path, losses: list[Loss], steps: int) -> int:
                 furthest = max(furthest, run.kill(loss.second))
             run.wait(f"step {furthest + 1}", lambda at=furthest: run.step() > at)
             seconds[TWICE if loss.second else loss.part].append(time.monotonic() - began)
+            names = " and ".join(filter(None, (loss.part, loss.second)))
+            print(f"step {furthest}: {names}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         run.wait("its end")
     wrong = [f"exit code {run.process.returncode}"] if run.process.returncode else []
     if (done := sum(map(len, seconds.values()))) < len(losses):
@@ -310,7 +314,7 @@ def soak(folder: Path, steps: int) -> int:
             if run.step() < steps:  # not in its shutdown
                 for key, value in values.items():
                     samples[key].append((step, value))
-    rows = run.metrics()
+    rows = list(read_json_lines(run.folder / "metrics.jsonl"))
     for name in ("timing/step", "timing/other", "timing/save_checkpoint"):
         samples["seconds", name] = [(row["step"], row[name]) for row in rows if name in row]
     print(f"{run.step()} steps in {rows[-1]['timing/elapsed']:.0f} s, exit code {run.process.returncode}")
