@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import json
 import math
@@ -46,7 +45,6 @@ TIMEOUT = 600.0
 """Seconds without a new step after which a run counts as hung."""
 END_SECONDS = 10.0
 """Seconds for the last processes to disappear."""
-PR_SET_CHILD_SUBREAPER = 36
 SUPERVISED = """
 import sys
 from hybrid_gkd import __main__
@@ -211,8 +209,6 @@ def plan_losses(options: argparse.Namespace, steps: int) -> list[Loss]:
 
 def compare(folder: Path, losses: list[Loss], steps: int) -> int:
     """Train undisturbed and with the losses; print the table and what differs. Return the exit code."""
-    with contextlib.suppress(AttributeError, OSError):  # Linux only: adopt what the run leaves
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     own = ["data.train_batch_size=8", "data.max_response_length=16", "trainer.save_freq=5"]
     with running(folder, "undisturbed", steps, ["-m", "hybrid_gkd"], *own) as expected:
         expected.wait("its end")
@@ -268,19 +264,24 @@ def differences(expected: Path, run_dir: Path, steps: int) -> list[str]:
 
 def left_behind(temporary: Path, before: set[str]) -> list[str]:
     """Return what a run has left that has ended: processes, and files for sockets and shared memory."""
-    children, deadline = psutil.Process().children, time.monotonic() + END_SECONDS
-    while children(recursive=True) and time.monotonic() < deadline:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
+    deadline = time.monotonic() + END_SECONDS
+    while processes_with(str(temporary)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    processes = [" ".join(child.cmdline()) or child.name() for child in children(recursive=True)]
-    files = [str(file.relative_to(temporary)) for file in temporary.rglob("*") if not file.is_dir()]
-    folders = [file.name for file in temporary.iterdir()]
-    return [
-        f"{name} left behind: {', '.join(found)}" for name, found in
-        {"processes": processes, "files": files, "folders": folders, "shared memory": shared_memory() - before}.items()
-        if found
-    ]  # fmt: skip
+    left = {
+        "processes": processes_with(str(temporary)), "shared memory": sorted(shared_memory() - before),
+        "files": sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*")),
+    }  # fmt: skip
+    return [f"{name} left behind: {', '.join(found)}" for name, found in left.items() if found]
+
+
+def processes_with(folder: str) -> list[str]:
+    """Return the names of processes with the folder in their arguments, environment or open files."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = [*process.cmdline(), *process.environ().values(), *(file.path for file in process.open_files())]
+            found += [process.name()] if any(folder in word for word in words) else []
+    return found
 
 
 def shared_memory() -> set[str]:

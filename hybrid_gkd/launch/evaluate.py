@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import examine_config, load_config
-from hybrid_gkd.errors import ConfigError, call_all
+from hybrid_gkd.errors import ConfigError, call_all, raise_all
 from hybrid_gkd.launch.command_line import default_config_name, load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
@@ -28,7 +28,7 @@ from hybrid_gkd.student.checkpoint_store import STATE
 
 DEFAULTS = (
     "trainer.val_only=true", "trainer.experiment_name=evaluation", "trainer.resume_mode=disable", "trainer.logger=[]",
-    "data.train_files=[]",
+    "data.train_files=[]", "distillation.enabled=false",
 )
 """Overrides of the recipe; the command line takes precedence."""
 MODEL_PATH = "actor_rollout_ref.model.path"
@@ -82,11 +82,12 @@ def base_config(options: argparse.Namespace) -> Config:
     files = [f"data.val_files={json.dumps(options.data)}"] if options.data else []
     options.overrides = [*overrides, *own, *files]
     name = options.config_name or default_config_name(options.overrides)
-    config, _ = examine_config(options.overrides, config_name=name, config_path=options.config_path)
-    if config is not None:
-        teacher = config.actor_rollout_ref.teacher
-        given = (teacher.is_set and not teacher.is_stored) or bool(config.distillation.teacher_models)
-        options.overrides.insert(0, f"distillation.enabled={json.dumps(given)}")
+    examine = functools.partial(examine_config, config_name=name, config_path=options.config_path)
+    config, _ = examine(options.overrides)
+    teacher = config and config.actor_rollout_ref.teacher
+    if config and teacher and ((teacher.is_set and not teacher.is_stored) or config.distillation.teacher_models):
+        options.overrides.insert(len(DEFAULTS), "distillation.enabled=true")
+        raise_all(examine(options.overrides)[1])
     return load(options)
 
 
