@@ -289,7 +289,8 @@ def shared_memory() -> set[str]:
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            used |= {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+            lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+            used |= {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line}
     return {str(file) for file in Path("/dev/shm").glob("*")} - used
 
 

@@ -108,7 +108,7 @@ def test_the_code_of_a_model_that_loops_has_a_deadline(folder, monkeypatch, file
     monkeypatch.setattr(imports, "IMPORT_SECONDS", 0.5)
     (folder / "student" / "own.py").write_text("while True:\n    pass\n", encoding="utf-8")
     file = folder / "student" / file
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": classes}), encoding="utf-8")
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"auto_map": classes}), encoding="utf-8")
     with pytest.raises(ModelError, match=r"student: the model's own code \(trust_remote_code\) must load within"):
         check(folder, "actor_rollout_ref.model.trust_remote_code=true")
 
