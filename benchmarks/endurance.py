@@ -264,11 +264,12 @@ def differences(expected: Path, run_dir: Path, steps: int) -> list[str]:
 
 def left_behind(temporary: Path, before: set[str]) -> list[str]:
     """Return what a run has left that has ended: processes, and files for sockets and shared memory."""
-    deadline = time.monotonic() + END_SECONDS
-    while processes_with(str(temporary)) and time.monotonic() < deadline:
+    deadline, memory = time.monotonic() + END_SECONDS, shared_memory() - before
+    while (processes_with(str(temporary)) or memory) and time.monotonic() < deadline:
         time.sleep(0.1)
+        memory &= shared_memory()  # without what other programs had just made
     left = {
-        "processes": processes_with(str(temporary)), "shared memory": sorted(shared_memory() - before),
+        "processes": processes_with(str(temporary)), "shared memory": sorted(memory),
         "files": sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*")),
     }  # fmt: skip
     return [f"{name} left behind: {', '.join(found)}" for name, found in left.items() if found]
