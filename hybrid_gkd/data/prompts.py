@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ class Rows:
     """Given completions; None if the student generates one."""
     weight: float
     """Fraction of the rows in an epoch."""
-    columns: list[str]
+    columns: Sequence[str] = ()
     """Names of all columns of the table."""
 
 
@@ -243,7 +243,7 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
     answers = _answers(names, rows, columns.answer, where)
     shown = [_teacher_messages(values, columns, f"{where}, row {row}") for row, values in enumerate(rows, 1)]
     keys = columns.teacher.read(names, rows, where) if columns.teacher else [DEFAULT_TEACHER] * len(rows)
-    return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight, list(names))
+    return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight, names)
 
 
 def _teacher_messages(values: dict[str, Any], columns: _Columns, where: str) -> Chat | None:
