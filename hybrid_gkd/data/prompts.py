@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,8 @@ class Rows:
     """Given completions; None if the student generates one."""
     weight: float
     """Fraction of the rows in an epoch."""
+    columns: Sequence[str] = ()
+    """Names of all columns of the table."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def read_rows(
         answer_key: column of the ground truth, possibly dotted (`reward_model.ground_truth`); None reads none.
         data_source_key: column of the data set's name.
         extra_info: True to read the column of that name, if a table has it.
-        response_key: column of given completions; tables without it have none. With the prompt's column: its last
+        response_key: column of given completions, of at least one table. With the column of prompts: its last
             messages of the assistant.
         excluded_spans_key: column of the character ranges of given completions that are not trained on.
         teacher_prompt_key: column of prompts for the teacher, as those of prompt_key; null takes the student's.
@@ -113,11 +115,16 @@ def read_rows(
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     # Resolve all entries first: a long download must not delay an error.
     sources = call_all(functools.partial(find_sources, [entry], key, unpacked_bytes) for entry in entries)
-    return call_all(
+    tables = call_all(
         functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns, weight)
         for entry, weight in zip(sources, weights or [1.0] * len(sources), strict=True)
         for source in entry
     )
+    names = list(dict.fromkeys(name for table in tables for name in table.columns))
+    if response_key is not None and response_key not in names:
+        rule = f"no row has a completion in the column {response_key!r} (data.response_key)"
+        raise DataError(f"{key}: {rule}; the columns of the files are: {', '.join(names)}")
+    return tables
 
 
 def make_prompts(
@@ -246,7 +253,7 @@ def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> 
     answers = _answers(names, rows, columns.answer, where)
     shown = [_teacher_messages(values, columns, f"{where}, row {row}") for row, values in enumerate(rows, 1)]
     keys = columns.teacher.read(names, rows, where) if columns.teacher else [DEFAULT_TEACHER] * len(rows)
-    return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight)
+    return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight, names)
 
 
 def _teacher_messages(values: dict[str, Any], columns: _Columns, where: str) -> Chat | None:

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config.loading import broken_rules, load_config
+from hybrid_gkd.config.loading import examine_config, load_config
 from hybrid_gkd.errors import ConfigError, call_all, raise_all
-from hybrid_gkd.launch.command_line import load, make_parser, run_command
+from hybrid_gkd.launch.command_line import default_config_name, load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
 from hybrid_gkd.student.checkpoint_store import STATE
@@ -81,13 +81,14 @@ def base_config(options: argparse.Namespace) -> Config:
     own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(model_folder(options.models[0]))}"]
     files = [f"data.val_files={json.dumps(options.data)}"] if options.data else []
     options.overrides = [*overrides, *own, *files]
-    config = load(options)
-    teacher = config.actor_rollout_ref.teacher
-    given = teacher.model.path is not None or teacher.server_ip is not None or config.distillation.teacher_models
-    if given and not any(override.startswith("distillation.enabled=") for override in own):
-        config.distillation.enabled = True
-        raise_all(broken_rules(config, wrong=set()))
-    return config
+    name = options.config_name or default_config_name(options.overrides)
+    examine = functools.partial(examine_config, config_name=name, config_path=options.config_path)
+    config, _ = examine(options.overrides)
+    teacher = config and config.actor_rollout_ref.teacher
+    if config and teacher and ((teacher.is_set and not teacher.is_stored) or config.distillation.teacher_models):
+        options.overrides.insert(len(DEFAULTS), "distillation.enabled=true")
+        raise_all(examine(options.overrides)[1])
+    return load(options)
 
 
 def model_folder(model: str) -> str:

@@ -13,7 +13,6 @@ import logging
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def fit_with_restarts(
 
     Raises the errors of `build` and `PPOTrainer.fit`; CheckpointError: the states to restart from are damaged.
     """
-    config, failures = facts.config, Counter[int]()
+    config, failures = facts.config, list[int]()
     # Without checkpoints there is nothing to wait for.
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     while True:
@@ -66,14 +65,14 @@ def fit_with_restarts(
                     stopping.cancel_request()
             break
         except WorkerError as error:
-            failures[trainer.step + 1] += 1
-            if stopping.requested() or not may_restart(error, trainer.step + 1, failures, config.trainer.max_restarts):
+            failures.append(trainer.step + 1)
+            if stopping.requested() or not may_restart(error, failures, config.trainer.max_restarts):
                 raise
             facts = dataclasses.replace(facts, resumption=newest_intact(trainer.saving.newest_states()))
             row = describe(error, trainer.step + 1, facts)
         place = "the start" if facts.resumption is None else facts.resumption.folder
         logger.warning(
-            "restart %d of %d from %s, since step %d has failed: %s", failures.total(), config.trainer.max_restarts,
+            "restart %d of %d from %s, since step %d has failed: %s", len(failures), config.trainer.max_restarts,
             place, row["failed_step"], row["reason"],
         )  # fmt: skip
         is_ready = functools.partial(record, config.run_dir, row)
@@ -96,13 +95,14 @@ def take_snapshots(trainer: PPOTrainer) -> None:
         trainer.take_snapshots()
 
 
-def may_restart(error: WorkerError, step: int, failures: Counter[int], most: int) -> bool:
-    """Return whether the workers may be replaced after a failure of `step`, which is among `failures`."""
+def may_restart(error: WorkerError, failures: list[int], most: int) -> bool:
+    """Return whether the workers may be replaced. `failures`: the steps that have failed, the present one last."""
     if most == 0 or isinstance(error, RayLost):
         return False
-    if failures[step] > 1 or failures.total() > most:
+    repeats = failures[-2:-1] == failures[-1:]
+    if repeats or len(failures) > most:
         limit = f"there were {most} restarts (trainer.max_restarts)"
-        why = f"step {step} has failed twice" if failures[step] > 1 else limit
+        why = f"step {failures[-1]} has failed twice" if repeats else limit
         logger.error("the workers are not replaced: %s", why)
         return False
     return True

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -38,6 +37,7 @@ POINTERS = (LATEST, f"{SNAPSHOT}/{LATEST}")
 """Files that name the step of the newest checkpoint and of the newest snapshot."""
 ORPHANS_SECONDS = 30.0
 """Time for processes of a run that was killed to end and to free their memory."""
+NOTHING_LOST = {"steps_repeated": 0, "seconds_repeated": 0.0}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -53,8 +53,8 @@ class RestartLoop:
         self._began = time.time()
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None
-        self._failures: Counter[int] = Counter()
-        """Number of failures by step."""
+        self._failed: tuple[int, bool] | None = None
+        """Step of the last failure, and whether that start was ready before it."""
 
     def run(self) -> int:
         """Return the exit code of the last start."""
@@ -68,15 +68,16 @@ class RestartLoop:
                 error = self._fault(code, known, is_first=restarts == 0)
                 if error is None:
                     return code
+                # Failures after which the run has replaced its workers.
                 own = [row["failed_step"] for row in rows_of_starts(self._run_dir) if row.get("restart", 0.0) > since]
-                self._failures.update(own)  # after which the run has replaced workers
-                saved = max(_read_number(self._run_dir / name) for name in POINTERS)
-                lost, restarts = lost_work(self._run_dir, saved), restarts + len(own)
-                step = int(lost["steps_repeated"]) + saved + 1
-                self._failures[step] += 1
-                if self._failures[step] > 1 or restarts >= self._most:
+                was_ready = any("ready" in start for start in read_starts(self._run_dir)[known:])
+                saved, restarts = max(_read_number(self._run_dir / name) for name in POINTERS), restarts + len(own)
+                lost = lost_work(self._run_dir, saved)
+                step, lost = int(lost["steps_repeated"]) + saved + 1, lost if was_ready else NOTHING_LOST
+                before, self._failed = (own[-1], True) if own else self._failed, (step, was_ready)
+                if self._failed == before or restarts >= self._most:
                     limit = f"there were {restarts} restarts (trainer.max_restarts)"
-                    why = f"step {step} has failed twice" if self._failures[step] > 1 else limit
+                    why = f"step {step} has failed twice" if self._failed == before else limit
                     self._log(f"the run is not started again: {why}; the last error: {error}")
                     return code if code > 0 else 1
                 short = short + 1 if time.monotonic() < began + SHORT_START else 0

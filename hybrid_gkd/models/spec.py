@@ -12,7 +12,7 @@ from typing import Any
 from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.errors import ConfigError, ModelError, describe_error
 from hybrid_gkd.runtime.hub import check_hub
-from hybrid_gkd.runtime.imports import gc_paused
+from hybrid_gkd.runtime.imports import gc_paused, model_code
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def model_spec(
 
     try:
         config = read_config(path, trust_remote_code, override_config)
-        with torch.device("meta"):
+        with torch.device("meta"), model_code(path, trust_remote_code):
             model = auto_class(config, classifier).from_config(config, trust_remote_code=trust_remote_code)
         ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
         stored = getattr(config, "dtype", None) or torch.float32  # a string if another library parsed config.json
@@ -159,14 +159,15 @@ def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
 def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str, Any]) -> Any:
     """Read a model's configuration from a folder, the hub, or the hub's cache if it is not reachable.
 
-    Raises OSError or ValueError for a missing or unusable configuration; ConfigError for a field or value of
-    `override_config`.
+    Raises OSError or ValueError for a missing or unusable configuration; ModelError as `model_code`; ConfigError for a
+    field or value of `override_config`.
     """
     from transformers import AutoConfig
 
     if trust_remote_code or not os.path.isdir(path):  # a folder may refer to code on the hub
         check_hub()
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with model_code(path, trust_remote_code):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
         in_rope = name in ROPE_FIELDS and getattr(config, "rope_parameters", None) is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.runtime.hub import check_hub
-from hybrid_gkd.runtime.imports import gc_paused
+from hybrid_gkd.runtime.imports import gc_paused, model_code
 from hybrid_gkd.types import Sample
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ModelError(f"{path}: no such model folder")
     if trust_remote_code or not folder.is_dir():
         check_hub()
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a tokenizer file or a folder's own code raises
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {describe_error(error)}") from error
+    with model_code(path, trust_remote_code):
+        try:
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        except Exception as error:  # whatever a tokenizer file or a folder's own code raises
+            raise ModelError(f"{path}: the tokenizer cannot be loaded: {describe_error(error)}") from error
 
 
 def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -16,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.runtime.waiting import Timeout, interrupted_after
 
 IMPORT_SECONDS = 60.0
-"""Timeout for the import of a user's module."""
+"""Timeout for the import of a user's module, or of a model's."""
 
 
 def is_import_path(value: str) -> bool:
@@ -51,6 +52,13 @@ def load_object(key: str, import_path: str) -> Any:
     if not callable(found):
         raise ConfigError(key, f"must name a function or class of {source}", import_path)
     return found
+
+
+def model_code(path: str, trusted: bool) -> contextlib.AbstractContextManager[None]:
+    """Limit the time in which a block loads a model's own code. Raises ModelError; see `interrupted_after`."""
+    rule = f"the model's own code (trust_remote_code) must load within {Timeout(IMPORT_SECONDS)}"
+    error = functools.partial(ModelError, f"{path}: {rule}")
+    return interrupted_after(IMPORT_SECONDS, error) if trusted else contextlib.nullcontext()
 
 
 def _execute(file: Path) -> Any:

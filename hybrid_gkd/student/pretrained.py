@@ -33,6 +33,7 @@ from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import auto_class, read_config
 from hybrid_gkd.rollout.weights import unique_tensors
+from hybrid_gkd.runtime.imports import model_code
 
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def build_model(
             rule = "has quantised weights, which cannot be trained; use the model before quantisation"
             raise ModelError(f"{key}: {path!r} {rule}")
         stored = getattr(hf_config, "dtype", None) or torch.float32  # a string if another library read config.json
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), model_code(path, trust_remote_code):
             model = auto_class(hf_config, classifier).from_config(
                 hf_config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
             )

@@ -18,7 +18,6 @@ import importlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -95,15 +94,9 @@ class Service:
         timeout = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
         self._drain_until = time.monotonic() + timeout
 
-    @property
-    def parent_has_ended(self) -> bool:
-        """Whether the process of --die-with-parent has ended."""
-        parent = self._arguments.die_with_parent
-        return parent is not None and os.getppid() != parent
-
     def keep_running(self) -> bool:
         """Return whether to continue; called several times per second. Raises TeacherError: no worker can start."""
-        if self.parent_has_ended:
+        if self._arguments.die_with_parent not in (None, os.getppid()):  # the parent has ended
             return False
         if self._drain_until is not None:
             self.broker.drain()
@@ -143,8 +136,6 @@ def serve(arguments: argparse.Namespace) -> int:
     finally:
         service.supervisor.stop()
         service.broker.close()
-        if arguments.delete_for_parent and service.parent_has_ended:
-            shutil.rmtree(arguments.delete_for_parent, ignore_errors=True)
     return 0
 
 
@@ -246,8 +237,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
     server.add_argument("--workers", type=positive, default=1, help="number of processes, each with its own model")
-    server.add_argument("--delete-for-parent", metavar="FOLDER",
-                        help="with --die-with-parent: delete this folder when the parent process ends")
     server.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 for other machines")
     server.add_argument("--port", type=_port, default=15555, help="port for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="port for workers; 0 picks a free one")

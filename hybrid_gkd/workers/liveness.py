@@ -46,14 +46,14 @@ class Liveness:
         self.lost: str | None = None
         """Name of the first process that has ended."""
 
-    def check(self, *, raylet_only: bool = False) -> None:
+    def check(self, *, raylet_only: bool = False, at_once: bool = False) -> None:
         """Look, at most once a second. Raises RayLost the first time that a process has ended.
 
         Later calls do nothing, so that the waits of the shutdown end by their own deadlines. `raylet_only`: the end of
-        the control store is left to a later call.
+        the control store is left to a later call. `at_once`: look now, and take a refused connection for the end.
         """
         now = time.monotonic()
-        if self.lost is not None or now < self._next_look:
+        if self.lost is not None or (now < self._next_look and not at_once):
             return
         self._next_look = now + EVERY_SECONDS
         for name, (host, port) in self._addresses.items():
@@ -62,7 +62,8 @@ class Liveness:
                 self._silent_since.pop(name, None)
             except OSError as error:
                 # Other errors than a refusal are those of a network, or of a process that is only slow.
-                patience = self._patience if isinstance(error, ConnectionRefusedError) else GIVEN_PATIENCE
+                refused_patience = 0.0 if at_once else self._patience
+                patience = refused_patience if isinstance(error, ConnectionRefusedError) else GIVEN_PATIENCE
                 over = now - self._silent_since.setdefault(name, now) >= patience
                 if over and (name == RAYLET or not raylet_only):
                     self.lost = name
@@ -96,10 +97,10 @@ def forget_ray() -> None:
     _watched.clear()
 
 
-def check_ray(*, raylet_only: bool = False) -> None:
+def check_ray(*, raylet_only: bool = False, at_once: bool = False) -> None:
     """Raise RayLost the first time that a process of Ray has ended; see `Liveness.check`."""
     for each in _watched:
-        each.check(raylet_only=raylet_only)
+        each.check(raylet_only=raylet_only, at_once=at_once)
 
 
 def lost_process() -> str | None:

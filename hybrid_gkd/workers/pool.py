@@ -23,7 +23,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.workers.liveness import RAYLET, check_ray, lost_process
+from hybrid_gkd.workers.liveness import RAYLET, RayLost, check_ray, lost_process
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
@@ -170,7 +170,7 @@ class Pool:
     def get(self, method: str, ref: Any, rank: int) -> Any:
         """Return the result of a finished call.
 
-        Raises the worker's HybridGKDError with its placement, or WorkerError.
+        Raises the worker's HybridGKDError with its placement, or WorkerError; RayLost if it has died with its raylet.
         """
         self._last_progress = time.monotonic()
         try:
@@ -185,6 +185,7 @@ class Pool:
         except GetTimeoutError as error:
             raise self.timeout_error(method, [rank]) from error
         except RayError as error:
+            check_ray(raylet_only=True, at_once=True)
             # The last line has the cause; Ray's paragraph of possible reasons is in run.log.
             reason = str(error).strip().splitlines()[-1].strip().partition(" Some common causes include")[0]
             raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._location(rank)})") from error
@@ -329,7 +330,10 @@ def _cause(method: str, error: WorkerError, waiting: Calls) -> WorkerError:
 
 
 def find_dead(method: str, calls: Calls) -> tuple[WorkerDiedError | None, list[Any]]:
-    """Wait CAUSE_SECONDS for calls; return the error of a dead worker, if any, and the unfinished calls."""
+    """Wait CAUSE_SECONDS for calls; return the error of a dead worker, if any, and the unfinished calls.
+
+    Raises RayLost: they have died with their raylet.
+    """
     if not calls:
         return None, []
     ready, silent = ray.wait(list(calls), num_returns=len(calls), timeout=CAUSE_SECONDS)
@@ -339,6 +343,8 @@ def find_dead(method: str, calls: Calls) -> tuple[WorkerDiedError | None, list[A
             pool.get(method, ref, rank)
         except WorkerDiedError as died:
             return died, silent
+        except RayLost:
+            raise
         except HybridGKDError:
             continue
     return None, silent

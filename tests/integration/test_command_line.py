@@ -496,7 +496,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
 
 @pytest.mark.parametrize(
     ("victim", "scheduler", "teacher", "name", "saved"), [
-        ("Worker", "sync", ENGINE, "worker 0", 0),
+        ("ray::Worker", "sync", ENGINE, "worker 0", 0),  # the raylet's command names a worker too
         ("gcs_server ", "one_step_off", "hf", "Ray's control store (gcs_server)", 1),
         ("raylet/raylet ", "sync", "hf", "Ray's raylet", 0),
     ],

@@ -161,7 +161,7 @@ def test_serve_makes_keys_where_it_has_none(model_path, tmp_path):
 def test_keys_for_a_server_without(keys):
     with faults.Cluster(0) as cluster:
         # Either side may be the first to end a connection on which the two do not agree.
-        text = r"(keys were given .*, but the server|ended 5 connections .*, it) was started without"
+        text = r"(keys were given .*, but the server|closed 5 connections .*, it) was started without"
         with pytest.raises(TeacherUnreachable, match=text):
             query_status(cluster.address, TIMEOUT, load_keys(keys / "client"))
 

@@ -357,7 +357,8 @@ def test_no_process_survives_the_service(own_teacher, how, monkeypatch):
             own_teacher.check()
 
 
-def test_the_service_ends_with_its_parent_and_deletes_their_keys(model_path, tmp_path):
+@pytest.mark.parametrize("service_is_killed", [False, True])
+def test_the_service_ends_with_its_parent_and_their_keys_are_deleted(model_path, tmp_path, service_is_killed):
     program = (
         "import sys, time; from hybrid_gkd.teacher.server.local import TeacherProcess\n"
         f"teacher = TeacherProcess({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
@@ -369,11 +370,13 @@ def test_the_service_ends_with_its_parent_and_deletes_their_keys(model_path, tmp
         processes = [int(service), *children(service)]
         folder = Path(keys).parents[1]
         assert folder.is_dir()
+        if service_is_killed:
+            os.kill(int(service), signal.SIGKILL)
     finally:
         parent.kill()
         parent.wait()
     wait_until(lambda: not any(map(is_alive, processes)), "for the service to end with its parent")
-    assert not folder.exists()
+    wait_until(lambda: not folder.exists(), "for the folder to be removed")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import numpy as np
 from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.models.spec import position_limit
 from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, stop_token_ids, tokenizer_hash
+from hybrid_gkd.runtime.imports import model_code
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.types import Reading, TopK
@@ -139,11 +140,12 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(options.ckpt_path, options.trust_remote_code)  # first: detects a missing folder quickly
-    try:
-        config = AutoConfig.from_pretrained(options.ckpt_path, trust_remote_code=options.trust_remote_code)
-    except Exception as error:  # whatever a broken folder raises
-        cause = describe_error(error)
-        raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {cause}") from error
+    with model_code(options.ckpt_path, options.trust_remote_code):
+        try:
+            config = AutoConfig.from_pretrained(options.ckpt_path, trust_remote_code=options.trust_remote_code)
+        except Exception as error:  # whatever a broken folder raises
+            cause = describe_error(error)
+            raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {cause}") from error
     stop_ids: list[int] = []
     with contextlib.suppress(ModelError):  # an invalid generation_config.json: scoring does not need it
         stop_ids = stop_token_ids(options.ckpt_path, tokenizer)

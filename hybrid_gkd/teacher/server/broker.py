@@ -1,9 +1,9 @@
-"""The broker: one thread that assigns clients' requests to workers with a free credit; clients take turns.
+"""The broker: one thread that assigns clients' requests to workers with a free credit; keys take turns.
 
 It forwards array frames unchanged, and validates a sample of each result. Guarantees: every request is answered exactly
 once, by a result or an error. A worker that dies, hangs, loses a request or returns invalid scores delays the request,
 but does not fail it. No malformed message ends the loop. A client that floods the broker or does not read its replies
-affects other clients only through the queue, and by what it has at the workers, `MAX_TOKENS_AT_WORKER`.
+affects those of other keys only by the limits of dispatch.py: half of the queue, and tokens at the workers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
@@ -22,9 +23,9 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import AllowList, Keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Reply, ScoreError, ScoreRequest, ScoreResult
-from hybrid_gkd.teacher.server.dispatch import assignments
+from hybrid_gkd.teacher.server.dispatch import assignments, busy_reason
 from hybrid_gkd.teacher.server.port import Port, start_authenticator
-from hybrid_gkd.teacher.server.records import ClientRecord, Ticket, WorkerRecord
+from hybrid_gkd.teacher.server.records import ClientRecord, KeyRecord, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.statistics import Statistics
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 MAX_UNSENT_TO_CLIENT = 256
 """Send queue of one client, in messages; further messages are dropped until the client reads."""
 MAX_UNSENT_TO_WORKER = 2048
-MAX_HELD_REQUESTS, MAX_HELD_PER_CLIENT, MAX_HELD_BYTES = 4096, 256, 1 << 30
 MAX_FAILURES = 3
 """Failed attempts (worker died, bad reply) after which a request fails, since it is probably the cause."""
 MAX_BAD_REPLIES = 3
@@ -57,6 +57,7 @@ class Broker:
     def __init__(self, *, host: str = "127.0.0.1", port: int, worker_port: int, keys: Keys | None = None):
         self.instance = uuid.uuid4().hex
         self._clients: dict[bytes, ClientRecord] = {}
+        self._keys: WeakValueDictionary[str | bytes, KeyRecord] = WeakValueDictionary()
         self._workers: dict[bytes, WorkerRecord] = {}
         self._tickets: dict[str, Ticket] = {}
         """All open requests: not answered, and with a connected client."""
@@ -138,8 +139,8 @@ class Broker:
             self._time_out()
             self._dispatch()
 
-    def _read(self, port: Port, handle: Callable[[bytes, AnyMessage, list[zmq.Frame]], None]) -> None:
-        for identity, frames in port.receive():
+    def _read(self, port: Port, handle: Callable[[bytes, str | None, AnyMessage, list[zmq.Frame]], None]) -> None:
+        for identity, key, frames in port.receive():
             try:
                 if not frames:
                     raise protocol.ProtocolError("no header, or too many frames")
@@ -148,7 +149,7 @@ class Broker:
                     rejected = protocol.Rejected(reason="the service assigns routing ids itself: set no ROUTING_ID")
                     port.send(identity, rejected)
                     raise protocol.ProtocolError(rejected.reason)
-                handle(identity, message, frames[1:])
+                handle(identity, key, message, frames[1:])
             except protocol.ProtocolError as error:
                 self.counters["malformed"] += 1
                 log.debug("dropped a malformed message: %s", error)
@@ -158,11 +159,15 @@ class Broker:
 
     # Clients
 
-    def _from_client(self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame]) -> None:
+    def _from_client(
+        self, identity: bytes, key: str | None, message: AnyMessage, payload: list[zmq.Frame]
+    ) -> None:
         if isinstance(message, protocol.StatusRequest):
             self._client_port.send(identity, self.status())
             return
-        client = self._clients.setdefault(identity, ClientRecord(identity))
+        if (client := self._clients.get(identity)) is None:
+            client = ClientRecord(identity, self._keys.setdefault(key or identity, KeyRecord()))
+            self._clients[identity] = client
         client.heard = time.monotonic()
         match message:
             case protocol.Hello():
@@ -199,32 +204,22 @@ class Broker:
             known.request, known.deadline = request, deadline
             if known.worker is not None and self._has_free_worker(known):
                 self._requeue(known)
+        elif self._draining:
+            self._refuse(client, request, "busy", "the service is shutting down")
         elif request.num_tokens > protocol.MAX_REQUEST_TOKENS and len(request.lengths) > 1:
-            self.counters["refused"] += 1
             size, limit = f"{request.num_tokens} tokens in {len(request.lengths)} readings", protocol.MAX_REQUEST_TOKENS
             reason = f"the request has {size}, the limit is {limit} unless it has a single reading"
-            self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="refused", reason=reason))
-        elif (busy := self._busy_reason(client, num_bytes)) is not None:
-            self.counters["refused"] += 1
-            self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="busy", reason=busy))
+            self._refuse(client, request, "refused", reason)
+        elif busy := busy_reason(client, num_bytes, num_held=self.num_held, held_bytes=self._held_bytes):
+            self._refuse(client, request, "busy", busy)
         else:
             ticket = Ticket(uuid.uuid4().hex, client, request, payload, now, deadline)
             self._held_bytes += num_bytes
             client.tickets[request.id] = self._tickets[ticket.id] = self._queue[ticket.id] = ticket
 
-    def _busy_reason(self, client: ClientRecord, num_bytes: int) -> str | None:
-        """Return why a request of this size is refused for now; None if it is accepted."""
-        if self._draining:
-            return "the service is shutting down"
-        if client.blocked:
-            return "the client does not read its replies"
-        if len(client.tickets) >= MAX_HELD_PER_CLIENT:
-            return f"{len(client.tickets)} requests of this client are open, the limit is {MAX_HELD_PER_CLIENT}"
-        if num_bytes > protocol.MAX_REQUEST_BYTES:
-            return f"the request has {num_bytes} bytes, the limit is {protocol.MAX_REQUEST_BYTES}"
-        if len(self._tickets) >= MAX_HELD_REQUESTS or self._held_bytes + num_bytes > MAX_HELD_BYTES:
-            return f"the queue is full ({len(self._tickets)} requests, {self._held_bytes} bytes)"
-        return None
+    def _refuse(self, client: ClientRecord, request: ScoreRequest, code: str, reason: str) -> None:
+        self.counters["refused"] += 1
+        self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code=code, reason=reason))
 
     def _drop_client(self, client: ClientRecord) -> None:
         self.counters["abandoned"] += len(client.tickets)
@@ -237,7 +232,7 @@ class Broker:
         del self._tickets[ticket.id]
         del ticket.client.tickets[ticket.request.id]
         self._queue.pop(ticket.id, None)
-        self._held_bytes -= sum(map(len, ticket.payload))
+        self._held_bytes -= ticket.num_bytes
 
     def _finish(self, ticket: Ticket, answer: Reply, payload: list[zmq.Frame]) -> None:
         """Close a request and send its only answer to the client."""
@@ -250,7 +245,7 @@ class Broker:
 
     # Workers
 
-    def _from_worker(self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame]) -> None:
+    def _from_worker(self, identity: bytes, _: str | None, message: AnyMessage, payload: list[zmq.Frame]) -> None:
         worker = self._workers.get(identity)
         if worker is not None:
             worker.heard = time.monotonic()
@@ -433,14 +428,7 @@ class Broker:
         return sum(busy) / max(len(busy), 1)
 
     def status(self) -> protocol.Status:
-        now, queue_length = time.monotonic(), len(self._queue)
-        workers = [
-            protocol.WorkerStatus(
-                name=each.name, ready=each.tested, num_held=len(each.held), num_delivered=each.num_delivered,
-                num_bad=each.num_bad, engine_busy=each.engine_busy, silent_seconds=now - each.heard,
-            )
-            for each in self._workers.values()
-        ]
+        queue_length, workers = len(self._queue), [each.status() for each in self._workers.values()]
         return protocol.Status(
             model=self.model, num_workers=self.num_workers, queue_length=queue_length,
             num_in_flight=self.num_held - queue_length, engine_busy=self._engine_busy(), workers=workers,

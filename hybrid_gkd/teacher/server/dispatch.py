@@ -1,15 +1,36 @@
-"""Order in which the broker assigns requests to workers: clients take turns, by the tokens that they have there."""
+"""Order in which the broker assigns requests to workers: keys, and the connections of a key, take turns.
+
+What counts is the number of tokens that they have at workers."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
 
+from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
 from hybrid_gkd.teacher.server.records import ClientRecord, Ticket, WorkerRecord
 
 MAX_TOKENS_AT_WORKER = 1 << 17
-"""Tokens of a client at one worker, which others wait for, unless a single request has more: 8 of our client's largest
-requests, 3 s of a 7B model's work on one GPU."""
+"""Tokens of a key's requests at one worker, which others wait for, unless a single request has more: 8 of our client's
+largest requests, 3 s of a 7B model's work on one GPU."""
+
+MAX_HELD_REQUESTS, MAX_HELD_PER_CONNECTION, MAX_HELD_BYTES = 4096, 256, 1 << 30
+"""Limits of the broker's open requests; of what they leave, a key gets no more than it has."""
+
+
+def busy_reason(client: ClientRecord, num_bytes: int, *, num_held: int, held_bytes: int) -> str | None:
+    """Return why a request of this size is refused for now, besides all open requests; None if it is accepted."""
+    if client.blocked:
+        return "the client does not read its replies"
+    if len(client.tickets) >= MAX_HELD_PER_CONNECTION:
+        return f"{len(client.tickets)} requests of this client are open, the limit is {MAX_HELD_PER_CONNECTION}"
+    if num_bytes > MAX_REQUEST_BYTES:
+        return f"the request has {num_bytes} bytes, the limit is {MAX_REQUEST_BYTES}"
+    own, own_bytes = client.key.held()
+    if own >= MAX_HELD_REQUESTS - num_held or own_bytes + num_bytes > MAX_HELD_BYTES - held_bytes:
+        all_held = f"{num_held} requests, {held_bytes} bytes"
+        return f"the queue is full ({all_held}), or the client's key has as much in it as is left"
+    return None
 
 
 def assignments(
@@ -17,7 +38,7 @@ def assignments(
 ) -> Iterator[tuple[Ticket, WorkerRecord]]:
     """Yield requests with a free worker; the caller assigns each before it takes the next.
 
-    The next one is the oldest of the client with the fewest tokens at workers.
+    The next one is the oldest of the connection with the fewest tokens at workers, of the key with the fewest.
     """
     if not any(worker.free > 0 for worker in workers):
         return
@@ -25,7 +46,8 @@ def assignments(
     for ticket in queue:
         waiting.setdefault(ticket.client, deque()).append(ticket)
     while waiting and any(worker.free > 0 for worker in workers):
-        client = min(waiting, key=lambda each: each.tokens_at())
+        key = min({client.key for client in waiting}, key=lambda each: each.tokens_at())
+        client = min((each for each in waiting if each.key is key), key=lambda each: each.tokens_at())
         ticket = waiting[client].popleft()
         if not waiting[client]:
             del waiting[client]
@@ -40,5 +62,5 @@ def choose_worker(ticket: Ticket, workers: Collection[WorkerRecord]) -> WorkerRe
     if any(worker.tested and worker.identity not in bad for worker in workers):
         free = [worker for worker in free if worker.identity not in bad]  # else wait for one that has not failed
     most = MAX_TOKENS_AT_WORKER - ticket.num_tokens
-    free = [worker for worker in free if (there := ticket.client.tokens_at(worker)) == 0 or there <= most]
+    free = [worker for worker in free if (there := ticket.client.key.tokens_at(worker)) == 0 or there <= most]
     return min(free, key=lambda each: (each.identity in ticket.tried, each.last_assigned), default=None)

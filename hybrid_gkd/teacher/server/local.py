@@ -60,8 +60,9 @@ class TeacherProcess:
             sys.executable, "-m", "hybrid_gkd.teacher", "serve", f"--ckpt-path={ckpt_path}", f"--port={port}",
             f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
             *(options or []), f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
-            f"--delete-for-parent={self._folder.name}",  # the keys must not remain if this process is killed
         ]
+        self._guard: subprocess.Popen[bytes] | None = None
+        """Removes the folder with the keys at the end of its input, also if this process and the service are killed."""
         self._process: subprocess.Popen[bytes] | None = None
         self._num_restarts = 0
         self.address = self.worker_address = ""
@@ -70,6 +71,9 @@ class TeacherProcess:
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_path.write_bytes(b"")
+        self._guard = subprocess.Popen(
+            ["sh", "-c", 'read _; rm -rf -- "$0"', self._folder.name], stdin=subprocess.PIPE, start_new_session=True
+        )
         self._start()
         return self
 
@@ -99,6 +103,9 @@ class TeacherProcess:
             with waiting("the teacher of this run to end", Timeout(END_SECONDS)):
                 stop_process(self._process, END_SECONDS)
         self._folder.cleanup()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.communicate(timeout=KILL_SECONDS)
 
     def wait_ready(self) -> None:
         """Wait for the service's first test reply. Raises TeacherError: it ended, or `start_timeout` has passed."""

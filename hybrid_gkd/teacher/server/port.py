@@ -78,8 +78,8 @@ class Port:
             raise TeacherError(f"{option} {number}: cannot bind {host}:{number}: {reason}") from error
         self.number = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def receive(self) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
-        """Yield routing id and frames of received messages, at most `MESSAGES_PER_TURN`."""
+    def receive(self) -> Iterator[tuple[bytes, str | None, list[zmq.Frame]]]:
+        """Yield routing id, key (None without keys) and frames of received messages, at most `MESSAGES_PER_TURN`."""
         for _ in range(network.MESSAGES_PER_TURN):
             try:
                 (identity, *frames), num_left_out = network.receive_frames(self.socket, 1 + protocol.MAX_FRAMES)
@@ -90,7 +90,7 @@ class Port:
                 self._heard.add(descriptor)
             if num_left_out:
                 self._drop(identity, f"a message of {len(frames) + num_left_out} parts")
-            yield identity.bytes, ([] if num_left_out else frames)
+            yield identity.bytes, _property(identity, "User-Id") or None, ([] if num_left_out else frames)
 
     def send(
         self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame] | list[protocol.Buffer] | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import time
+import weakref
 from dataclasses import dataclass, field
 
 import zmq
@@ -37,17 +39,44 @@ class Ticket:
         """Sum of L over the readings."""
         return self.request.num_tokens
 
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.payload))
+
+
+@dataclass(eq=False)
+class KeyRecord:
+    """A client's key; without keys each connection counts as one."""
+
+    clients: weakref.WeakSet[ClientRecord] = field(default_factory=weakref.WeakSet)
+    """Its connections."""
+
+    def held(self) -> tuple[int, int]:
+        """Return the number of open requests of all connections, and their bytes."""
+        tickets = [ticket for each in self.clients for ticket in each.tickets.values()]
+        return len(tickets), sum(each.num_bytes for each in tickets)
+
+    def tokens_at(self, worker: WorkerRecord | None = None) -> int:
+        """Return the tokens of the requests of all connections at a worker; None: at all workers."""
+        return sum(each.tokens_at(worker) for each in self.clients)
+
 
 @dataclass(eq=False)
 class ClientRecord:
+    """A connection of a client."""
+
     identity: bytes
     """Routing id."""
+    key: KeyRecord
     heard: float = 0.0
     """Monotonic time of the last message."""
     tickets: dict[str, Ticket] = field(default_factory=dict)
     """Open requests by the client's ids."""
     blocked: bool = False
     """Whether the last message could not be queued because the client does not read."""
+
+    def __post_init__(self) -> None:
+        self.key.clients.add(self)
 
     def tokens_at(self, worker: WorkerRecord | None = None) -> int:
         """Return the tokens of this client's requests at a worker; None: at all workers."""
@@ -75,6 +104,12 @@ class WorkerRecord:
     @property
     def name(self) -> str:
         return self.registration.name
+
+    def status(self) -> protocol.WorkerStatus:
+        return protocol.WorkerStatus(
+            name=self.name, ready=self.tested, num_held=len(self.held), num_delivered=self.num_delivered,
+            num_bad=self.num_bad, engine_busy=self.engine_busy, silent_seconds=time.monotonic() - self.heard,
+        )
 
     @property
     def free(self) -> int:

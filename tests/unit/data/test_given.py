@@ -171,3 +171,13 @@ def test_a_completion_without_a_trained_token_is_named_once_by_its_own_file(tmp_
             tokenizer=tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"),
         )  # fmt: skip
     assert "second" not in str(it.value)
+
+
+def test_a_column_of_completions_that_no_file_has_is_named_with_those_of_the_files(tmp_path):
+    for name, row in (("first", {"prompt": "a", "answer": "b"}), ("second", {"prompt": "a", "response": "b"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
+    assert len(read_rows(files, key="data.train_files", response_key="response")) == 2
+    message = r"^data\.train_files: .* 'reponse' \(data\.response_key\); the columns of the files are: prompt, answer, "
+    with pytest.raises(DataError, match=message):
+        read_rows(files, key="data.train_files", response_key="reponse")

@@ -99,6 +99,20 @@ def test_a_module_that_loops_at_import_has_a_deadline(folder, monkeypatch, key):
         check(folder, *overrides)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "classes"), [
+    ("config.json", {"AutoConfig": "own.Own"}), ("config.json", {"AutoModelForCausalLM": "own.Own"}),
+    ("tokenizer_config.json", {"AutoTokenizer": [None, "own.Own"]}),
+])  # fmt: skip
+def test_the_code_of_a_model_that_loops_has_a_deadline(folder, monkeypatch, file, classes):
+    monkeypatch.setattr(imports, "IMPORT_SECONDS", 0.5)
+    (folder / "student" / "own.py").write_text("while True:\n    pass\n", encoding="utf-8")
+    file = folder / "student" / file
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"auto_map": classes}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"student: the model's own code \(trust_remote_code\) must load within"):
+        check(folder, "actor_rollout_ref.model.trust_remote_code=true")
+
+
 @pytest.mark.parametrize("override", [
     "actor_rollout_ref.rollout.temperature=1e-30", "distillation.temperature=1e-30",
     "actor_rollout_ref.rollout.temperature=1e30", "actor_rollout_ref.rollout.val_kwargs.temperature=1e-30",

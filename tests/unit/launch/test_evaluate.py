@@ -34,6 +34,10 @@ def test_a_teacher_that_is_given_is_asked_unless_told_not_to():
     assert not base("a/b").distillation.enabled
     assert base("a/b", TEACHER).distillation.enabled
     assert not base("a/b", TEACHER, "distillation.enabled=false").distillation.enabled
+    own = "actor_rollout_ref.teacher.source=live"  # with another prompt, whose rules need distillation
+    assert base("a/b", own, "data.teacher_prompt_key=hint").distillation.enabled
+    with pytest.raises(ConfigError, match=r"teacher\.source: needs another prompt for the teacher"):
+        base("a/b", own)
     assert base("a/b").data.val_files == ["held out.jsonl"]
     assert base("a/b").data.train_files == []
     with pytest.raises(ConfigError, match=r"server_ip: must be host"):

@@ -79,21 +79,24 @@ def run(tmp_path, plan, *overrides):
 def test_a_run_is_started_again_until_it_succeeds_and_records_what_was_lost(tmp_path):
     plan = [
         {"steps": [1, 2, 3], "saved": 2, "error": "RayLost: Ray's raylet has ended", "code": 1},
+        {"signal": int(signal.SIGKILL)},  # of the same step, but before it
         {"steps": [3, 4, 5, 6], "replaced": [4], "signal": int(signal.SIGKILL)}, {"steps": [3, 4, 5, 6, 7]},
     ]
     code, starts, errors, folder = run(tmp_path, plan, "trainer.resume_mode=disable")
     assert code == 0
-    assert [argument[:2] for argument in starts] == [["-m", "hybrid_gkd"]] * 3
-    assert [argument[-1] for argument in starts] == ["trainer.max_restarts=20", *["trainer.resume_mode=auto"] * 2]
+    assert [argument[:2] for argument in starts] == [["-m", "hybrid_gkd"]] * 4
+    assert [argument[-1] for argument in starts] == ["trainer.max_restarts=20", *["trainer.resume_mode=auto"] * 3]
     first = "restart 1 of 20 in 0 s, since step 4 has failed: RayLost: Ray's raylet has ended"
-    second = "restart 3 of 20 in 0 s, since step 7 has failed: the driver was killed by SIGKILL (out of memory?)"
+    killed = "was killed by SIGKILL (out of memory?)"
+    second = f"restart 2 of 20 in 0 s, since step 4 has failed: it {killed} before its start"
+    third = f"restart 4 of 20 in 0 s, since step 7 has failed: the driver {killed}"
     log = (folder / "run.log").read_text(encoding="utf-8")
-    for line in (first, second):
+    for line in (first, second, third):
         assert line in errors
         assert f" WARNING {line}\n" in log
-    assert [start["error"] for start in read_starts(folder)[:2]] == [plan[0]["error"], second.partition("failed: ")[2]]
+    assert [start["error"] for start in read_starts(folder)[:2]] == [plan[0]["error"], third.partition("failed: ")[2]]
     found = reliability(folder)
-    assert (found["reliability/restarts"], found["reliability/steps_repeated"]) == (3, 1 + 4)
+    assert (found["reliability/restarts"], found["reliability/steps_repeated"]) == (4, 1 + 4)
     assert 57 <= found["reliability/seconds_lost"] < 57 + 120  # 10 s for each step, and the starts
 
 

@@ -17,8 +17,15 @@ from processes import wait_until
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.server import port
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.dispatch import MAX_TOKENS_AT_WORKER, choose_worker
-from hybrid_gkd.teacher.server.records import ClientRecord, Ticket, WorkerRecord
+from hybrid_gkd.teacher.server.dispatch import (
+    MAX_HELD_PER_CONNECTION,
+    MAX_HELD_REQUESTS,
+    MAX_TOKENS_AT_WORKER,
+    assignments,
+    busy_reason,
+    choose_worker,
+)
+from hybrid_gkd.teacher.server.records import ClientRecord, KeyRecord, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.scoring_worker import Link
 
 TIMEOUT = 30.0  # seconds; no test waits for it
@@ -107,7 +114,7 @@ def ticket(client, name, num_tokens):
 
 def test_a_client_has_a_bounded_number_of_tokens_at_a_worker():
     """One request is always possible; a second worker is free for more."""
-    client, other = ClientRecord(b"a"), ClientRecord(b"b")
+    client, other = ClientRecord(b"a", KeyRecord()), ClientRecord(b"b", KeyRecord())
     register = protocol.Register(name="worker", model=faults.MODEL, credits=16)
     first, second = (WorkerRecord(name, register, 0.0, tested=True) for name in (b"1", b"2"))
     assert choose_worker(ticket(client, "long", MAX_TOKENS_AT_WORKER + 1), [first]) is first
@@ -115,6 +122,28 @@ def test_a_client_has_a_bounded_number_of_tokens_at_a_worker():
     assert choose_worker(ticket(client, "next", 1), [first]) is None
     assert choose_worker(client.tickets["next"], [first, second]) is second
     assert choose_worker(ticket(other, "other", 10), [first]) is first
+
+
+def test_the_connections_of_a_key_share_its_turns_and_its_place():
+    """Eight connections of one key have filled half of the queue; another key's request is the second one served."""
+    register = protocol.Register(name="worker", model=faults.MODEL, credits=1024)
+    worker = WorkerRecord(b"1", register, 0.0, tested=True)
+    key, queue = KeyRecord(), []
+    for number in range(16):
+        client = ClientRecord(b"%d" % number, key)
+        while busy_reason(client, 0, num_held=len(queue), held_bytes=0) is None:
+            queue.append(ticket(client, f"{number}.{len(client.tickets)}", 1024))
+    assert len(queue) == MAX_HELD_REQUESTS // 2 == 8 * MAX_HELD_PER_CONNECTION
+    other = ClientRecord(b"other", KeyRecord())
+    assert busy_reason(other, 0, num_held=len(queue), held_bytes=0) is None
+    queue.append(ticket(other, "other", 1024))
+    served = []
+    for each, _ in assignments(queue, [worker]):
+        each.worker = worker
+        served.append(each)
+    assert served.index(queue[-1]) <= 1
+    assert sum(each.num_tokens for each in served if each.client.key is key) == MAX_TOKENS_AT_WORKER
+    assert len({each.client for each in served if each.client.key is key}) == 8
 
 
 def test_a_request_of_several_readings_with_too_many_tokens_is_refused(broker):
@@ -251,5 +280,5 @@ def test_a_message_without_an_end_is_cut_off(caplog, one_cpu):
             assert caplog.text.count("was dropped") == 1
             slow.sendall(b"\0\x02hi")
             assert found.socket.poll(int(TIMEOUT * 1000))
-            ((_, frames),) = found.receive()
+            ((_, _, frames),) = found.receive()
             assert [len(frame) for frame in frames] == [1 << 16, 2]

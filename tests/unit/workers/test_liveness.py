@@ -44,6 +44,16 @@ def test_a_pause_within_the_patience_is_none(listener):
     assert ray.lost is None
 
 
+def test_a_worker_that_died_with_its_raylet_has_that_as_the_cause(listener):
+    """Within the patience, and before the next look is due."""
+    ray = Liveness({RAYLET: listener.getsockname()}, math.inf)
+    ray.check()
+    ray.check(raylet_only=True, at_once=True)
+    listener.close()
+    with pytest.raises(RayLost, match="Ray's raylet"):
+        ray.check(raylet_only=True, at_once=True)
+
+
 def test_the_end_of_the_control_store_is_left_to_a_call_that_may_be_interrupted(listener):
     ray = Liveness({CONTROL_STORE: listener.getsockname()}, 0.0)
     listener.close()
