@@ -20,10 +20,9 @@ COLUMNS = (
     "training/staleness",
 )  # fmt: skip
 METHOD = """\
-All runs of a table begin at the same student and lower their rate to 0 by a cosine: the end of a run is its result, and
-the points before it are on the way. Minutes are those of training steps, the writing of the teacher's completions
-included where a run reads them, without loading, validation and saving. A cell is the mean of the seeds, and the lowest
-to the highest."""
+All runs of a table begin at the same student and lower their rate to 0 by a cosine: only the end of a run is its result.
+Minutes are those of training steps, the writing of the teacher's completions included where a run reads them, without
+loading, validation and saving. A cell is the mean of the seeds, and the lowest to the highest."""
 Row = dict[str, float]
 AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
 
@@ -259,10 +258,9 @@ def section(folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dic
             parts += [f"### {title}", *words(folder / f"{regime}.md")]
             parts += [f"![{picture} by minutes and by tokens](results_{regime}.svg)", table(some, titles)]
     if searched := read_all(folder / "search"):
-        parts += ["### Search", "One seed, a third of the steps; the best setting of a method trains its seeds."]
-        for title, titles in regimes.values():
-            if some_searched := [run for run in searched if run.name in titles]:
-                parts += [f"{title}:", search_table(some_searched, titles)]
+        names = {name: title for _, titles in regimes.values() for name, title in titles.items()}
+        parts.append("Search, with one seed and a third of the steps; the best setting of a method trains its seeds:")
+        parts.append(search_table(searched, names))
     return parts
 
 

@@ -68,7 +68,7 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
         "### Many prompts", "![Accuracy by minutes and by tokens](results_many.svg)",
         f"| distillation | 2 | 80.0 (70.0 to 90.0) |  | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | {setting} |",
         "### Few prompts", "Words of few.", f"| distillation | 1 | 30.0 |  | 1.00 | 4.00 | {setting} |",
-        "### Search", "| distillation | rate 3: 40.0 |",
+        "Search, with one seed", "| distillation | rate 3: 40.0 |",
         "Words of compress/about.", "models x;",
         "![Divergence by minutes and by tokens](results_compress.svg)",
         f"| distillation | 1 |  | 0.2000 | 1.00 | 1.00 | {setting} |", "| distillation | rate 3: 0.2500 |",
