@@ -139,6 +139,21 @@ def reference(kl: Divergence, coefficient: float) -> Term:
     )
 
 
+def compared(found: divergence.Comparison, quarter: Tensor | None) -> Metrics:
+    """Return the metrics of a comparison of teacher and student; `quarter` [r]: see `Signals`."""
+    metrics = {
+        "actor/distillation/forward_kl": found.forward_kl,
+        "actor/distillation/reverse_kl": found.reverse_kl,
+        "actor/distillation/teacher_entropy": found.teacher_entropy,
+        "actor/distillation/entropy_gap": found.student_entropy - found.teacher_entropy,
+    }
+    if quarter is not None:
+        for number in range(QUARTERS):
+            of_quarter = torch.where(quarter == number, found.forward_kl, 0.0)
+            metrics[f"actor/distillation/forward_kl/q{number + 1}"] = of_quarter
+    return metrics
+
+
 def distillation(
     divergences: Sequence[tuple[float, Divergence]], *, tail: str, beta: float, coefficient: float,
     limit: float | None = None, estimator: str = "", policy: Policy | None = None, teacher: str = "",
@@ -175,19 +190,12 @@ def distillation(
         value = torch.stack(values).sum(0)
         metrics = {
             "actor/kl_loss": value,
-            "actor/distillation/forward_kl": forward,
-            "actor/distillation/reverse_kl": reverse,
-            "actor/distillation/teacher_entropy": found.teacher_entropy,
-            "actor/distillation/entropy_gap": found.student_entropy - found.teacher_entropy,
             "actor/distillation/student_mass": divergence.support_mass(student.candidates.detach()),
             "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # float16 has rounded the candidates' own
-        }
+        } | compared(found, chunk.get("quarter"))
         if suffix:
             own = {"kl_loss": value, "forward_kl": forward, "reverse_kl": reverse}
             metrics |= {f"actor/distillation{suffix}/{name}": part for name, part in own.items()}
-        for number in range(QUARTERS) if "quarter" in chunk else ():
-            of_quarter = torch.where(chunk["quarter"] == number, forward, 0.0)
-            metrics[f"actor/distillation/forward_kl/q{number + 1}"] = of_quarter
         weight = value
         if policy is not None:
             weight = divergence.score_weight(estimator, chunk[f"{signal}.sampled_logprobs"], student.sampled)
