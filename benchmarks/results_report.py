@@ -20,7 +20,7 @@ COLUMNS = (
     "training/staleness",
 )  # fmt: skip
 METHOD = """\
-All runs of a table begin at the same student and lower their rate to 0 by a cosine: only the end of a run is its result.
+All runs of a table begin at the same student and lower their rate to 0 by a cosine: a run's end is its result.
 Minutes are those of training steps, the writing of the teacher's completions included where a run reads them, without
 loading, validation and saving. A cell is the mean of the seeds, and the lowest to the highest."""
 Row = dict[str, float]
