@@ -219,11 +219,13 @@ class Actor(TrainedModel):
         self._seed()
         result: dict[SampleId, np.ndarray] = {}
         for micro_batch in micro_batches:
-            batch, rows, _ = pack_samples(micro_batch, self.device)
+            batch, rows, sampled_ids = pack_samples(micro_batch, self.device)
             signals = join_signals(micro_batch, ("teacher",), self.device)
             found = torch.zeros(len(rows), 2 + 3 * min(SHOWN_CANDIDATES, self.topk), device=self.device)
-            loss_fn, ids = self.objective.keep_divergences(signals, found), signals["teacher.ids"]
-            self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=ids.shape[1])
+            # Without samples, where others have some, there are no signals.
+            ids = signals.get("teacher.ids", sampled_ids[:, None])
+            loss_fn, topk = self.objective.keep_divergences(signals, found), ids.shape[1] if signals else 0
+            self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=topk)
             result |= by_sample(micro_batch, found)
         self.reshard()
         return result

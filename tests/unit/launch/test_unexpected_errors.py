@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from hybrid_gkd.__main__ import main
-from hybrid_gkd.launch import command_line, preflight, run
+from hybrid_gkd.launch import command_line, preflight, restarts, run
 from hybrid_gkd.launch.checks import Check, Report
 from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.logs import RUN_LOG
@@ -21,10 +21,11 @@ from hybrid_gkd.testing import make_tiny_model
 SEAMS = {
     command_line: ("examine_config", "used_demos"),
     run: (
-        "check_all", "locked_run_folder", "run_log", "write_config", "live_report", "recorded_start", "assemble",
-        "trace_recording", "ray_cluster", "start_workers", "RewardScorer", "start_tracking", "PPOTrainer", "freeze_gc",
+        "check_all", "locked_run_folder", "run_log", "write_config", "live_report", "recorded_start", "Assembly",
+        "trace_recording", "ray_cluster", "start_workers", "RewardScorer", "start_tracking", "PPOTrainer",
         "check_run_folder", "summarise",
     ),
+    restarts: ("freeze_gc", "take_snapshots", "reliability", "remove_snapshots"),
     CheckpointStore: ("reserve", "release"),
 }  # fmt: skip
 BEFORE_THE_LOG = {"examine_config", "used_demos", "check_all", "locked_run_folder", "run_log", "summarise"}
@@ -48,7 +49,11 @@ def start(folder, tmp_path, monkeypatch, capsys):
     group = SimpleNamespace(description=[], close=lambda: None)
     monkeypatch.setattr(run, "start_workers", lambda *args, **options: group)
     monkeypatch.setattr(run, "start_tracking", lambda facts: contextlib.nullcontext())
-    trainer = SimpleNamespace(fit=lambda: None, step=1, total_steps=1, checkpoint=None)
+    saving, config = SimpleNamespace(snapshot=None, step=0), SimpleNamespace(takes_snapshots=False)
+    store = SimpleNamespace(run_dir=tmp_path)
+    trainer = SimpleNamespace(
+        fit=lambda: None, step=1, total_steps=1, checkpoint=None, saving=saving, config=config, store=store
+    )  # fmt: skip
     monkeypatch.setattr(run, "PPOTrainer", lambda *args, **options: trainer)
 
     def call():
