@@ -182,7 +182,7 @@ class TrainerConfig:
     the run at once. It must be enough for a step and a checkpoint, possibly after one that is being written."""
     max_restarts: int = field(default=0, metadata=rules.NOT_NEGATIVE)
     """Largest number of restarts after faults, each from the newest checkpoint or snapshot: the run replaces lost
-    workers itself; --supervise (where 0 takes 20) starts it again after other faults. 0: none; the same step once."""
+    workers itself; --supervise (where 0 takes 20) starts it again after other faults. 0: none."""
     snapshot_freq: int | None = field(default=None, metadata=rules.NOT_NEGATIVE)
     """Steps between snapshots: checkpoints without exports, written in the background, of which the newest is kept to
     restart from. null: with max_restarts as often as they cost at most 2 % of the time, else never; 0: never."""
