@@ -203,7 +203,8 @@ def plan_losses(options: argparse.Namespace, steps: int) -> list[Loss]:
         if parts and part not in RESTARTED_BY_THE_RUN and chosen.random() < TWICE_FRACTION:
             second = parts.pop()
         losses.append(Loss(part, 0, chosen.uniform(0, STEP_SECONDS), second, chosen.uniform(0, START_SECONDS)))
-    chosen_steps = sorted(chosen.sample(range(2, max(steps - 5, len(losses) + 2)), len(losses)))
+    # The last quarter is left for the steps that a run trains until it notices a loss, which delay the following ones.
+    chosen_steps = sorted(chosen.sample(range(2, max(3 * steps // 4, len(losses) + 2)), len(losses)))
     return [dataclasses.replace(loss, step=step) for loss, step in zip(losses, chosen_steps, strict=True)]
 
 

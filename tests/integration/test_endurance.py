@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc"
 
 
 def test_a_run_with_losses_ends_like_an_undisturbed_one_and_leaves_nothing(capsys):
-    parts = ["control store", "teacher's broker"]
+    parts = ["driver", "teacher's broker"]
     code, text = endurance.main(["kills", "--kills=2", "--steps=40", "--parts", *parts]), capsys.readouterr().out
     assert code == 0, text
     _, _, *rows, lost, end = text.splitlines()
