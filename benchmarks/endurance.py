@@ -63,10 +63,12 @@ PARTS: dict[str, Callable[[str], bool]] = {
 }
 """Part of a run -> whether a process with this command line is it."""
 RESTARTED_BY_THE_RUN = ("teacher's worker", "teacher's broker")
-"""Parts whose loss does not end the run, once it has started."""
+"""Parts whose loss costs no step, once the run has started."""
+REPLACED_BY_THE_RUN = (*RESTARTED_BY_THE_RUN, "worker")
+"""Parts whose loss does not end the driver."""
 TWICE = "two, the second one during the restart"
 TWICE_FRACTION = 1 / 6
-"""Probability that a loss that ends the run is followed by one during the restart."""
+"""Probability that a loss that ends the driver is followed by one during the restart."""
 STEP_SECONDS, START_SECONDS = 0.3, 15.0
 """Longest delay of a loss after a step, and after the beginning of a restart."""
 SAMPLE_SECONDS = 5.0
@@ -164,6 +166,10 @@ class Run:
         except FileNotFoundError:
             return 0
 
+    def is_ready(self) -> bool:
+        start = read_starts(self.folder)[-1]
+        return "ready" in start and "end" not in start
+
     def restarts(self) -> list[dict[str, Any]]:
         return [row for row in rows_of_starts(self.folder) if "restart" in row]
 
@@ -200,7 +206,7 @@ def plan_losses(options: argparse.Namespace, steps: int) -> list[Loss]:
     losses: list[Loss] = []
     while parts:
         part, second = parts.pop(), None
-        if parts and part not in RESTARTED_BY_THE_RUN and chosen.random() < TWICE_FRACTION:
+        if parts and part not in REPLACED_BY_THE_RUN and chosen.random() < TWICE_FRACTION:
             second = parts.pop()
         losses.append(Loss(part, 0, chosen.uniform(0, STEP_SECONDS), second, chosen.uniform(0, START_SECONDS)))
     # The last quarter is left for the steps that a run trains until it notices a loss, which delay the following ones.
@@ -225,7 +231,9 @@ def compare(folder: Path, losses: list[Loss], steps: int) -> int:
             furthest = max(run.step(), run.kill(loss.part))
             if loss.second is not None:
                 due = time.monotonic() + loss.second_delay
-                run.wait("a start", lambda due=due: time.monotonic() > due or "ready" in read_starts(run.folder)[-1])
+                run.wait("a start", lambda due=due: time.monotonic() > due or run.is_ready())
+                # A run gives up if the same step fails twice.
+                run.wait(f"step {furthest + 1}", lambda at=furthest: not run.is_ready() or run.step() > at)
                 furthest = max(furthest, run.kill(loss.second))
             run.wait(f"step {furthest + 1}", lambda at=furthest: run.step() > at)
             seconds[TWICE if loss.second else loss.part].append(time.monotonic() - began)
