@@ -134,7 +134,7 @@ def generate_samples(
     """Run an empty engine on requests; yield samples as they finish, and empty lists as signs of progress.
 
     An engine that computes no tokens yields nothing, so that the caller's timeout applies. Once `is_cancelled`, which
-    is called before each step, the engine is emptied and nothing more is yielded.
+    is called before each step, nothing more is yielded; `pause` then empties the engine.
 
     Raises:
         WorkerError: the engine is done but samples are missing.
@@ -145,7 +145,6 @@ def generate_samples(
     last_progress, computed = time.monotonic(), 0
     while missing:
         if is_cancelled():
-            engine.pause()
             return
         if not engine.has_unfinished:
             raise WorkerError(f"{KEY}: the rollout engine lost {missing} of {len(requests)} samples")

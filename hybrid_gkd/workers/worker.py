@@ -138,6 +138,8 @@ class Worker(GroupMember):
     def settle(self) -> bool:
         """Drop the unfinished work of a failed run; return whether another group of workers can use this one."""
         self.synchronize()
+        if self.role != "actor worker" and self.engine.has_unfinished:  # cancelled, also by Ray between two samples
+            self.engine.pause()
         for updater in self.updaters.values():
             updater.discard()
         return not self.has_failed

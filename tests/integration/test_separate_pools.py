@@ -114,7 +114,7 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
             assert time.monotonic() < started + 20
             group.close()
             with contextlib.closing(WorkerGroup(config, device="cpu", stop_token_ids=[256], kept=kept)) as another:
-                assert [pids(another.rollouts), group.placements] == [before, []]
+                assert pids(another.rollouts) == before
                 another.publish(7)
                 found = generate(another)
                 assert [s.completion_ids.tolist() for s in found] == drawn[0]

@@ -207,12 +207,14 @@ def test_a_request_with_too_many_tokens_for_a_worker_is_scored_in_parts(broker):
 
         ranges = [ranges_of(each.positions) for each in readings]
         dealer.send_multipart(large_request(readings, "2", ranges=[*ranges[:-1], [0, 3]]))
-        worker.inbox.get(timeout=TIMEOUT)
+        late = worker.inbox.get(timeout=TIMEOUT)
         worker.answer(worker.inbox.get(timeout=TIMEOUT))
         answer, _ = received(dealer)
         assert (answer.id, answer.code) == ("2", "refused")
         assert "must be ascending within [1, 500)" in answer.reason
         wait_until(lambda: broker.num_held == 0)
+        worker.answer(late)
+        wait_until(lambda: broker.counters["late"] == 1)
         dealer.send_multipart(large_request(readings, "3", topk=1 << 20))
         answer, _ = received(dealer)
         assert (answer.id, answer.code) == ("3", "refused")
