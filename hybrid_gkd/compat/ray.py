@@ -63,3 +63,11 @@ def private_token(file: Path) -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
         reread()
+
+
+def is_cancelled() -> bool:
+    """Return whether the driver has cancelled the present call of this worker; before Ray 2.54 never."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return ray.is_initialized() and hasattr(context, "is_canceled") and context.is_canceled()

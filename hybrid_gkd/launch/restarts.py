@@ -1,6 +1,6 @@
-"""Train, and replace lost workers within the run: all workers are built again, from the newest state.
+"""Train, and replace lost workers within the run: their pool is built again and gets the run's newest state.
 
-Ray and the teachers stay. `supervise.py` starts the whole run again after other faults.
+Ray, the teachers and a separate pool that is intact stay. `supervise.py` starts the whole run again after other faults.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ from hybrid_gkd.reporting.starts import append_row, lost_work, reliability
 from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.runtime.processes import wait_for_processes
 from hybrid_gkd.student.checkpoint_store import load_state, remove_snapshots
+from hybrid_gkd.workers.cluster import stop_workers
 from hybrid_gkd.workers.liveness import RayLost
+from hybrid_gkd.workers.pool import Pool
 
 logger = logging.getLogger(__name__)
 
+Build = Callable[[Facts, contextlib.ExitStack, list[Pool]], PPOTrainer]
 ENDING_SECONDS = 30.0
 """Time for lost workers on this machine to end and to free their memory."""
 
 
 def fit_with_restarts(
     facts: Facts, stack: contextlib.ExitStack, stopping: Stopping,
-    build: Callable[[Facts, contextlib.ExitStack], PPOTrainer], is_ready: Callable[[], None],
+    build: Build, is_ready: Callable[[], None],
 ) -> PPOTrainer:  # fmt: skip
     """Train and return the trainer; replace lost workers, at most `trainer.max_restarts` times.
 
     Args:
         facts: of the run, with the state to begin from.
         stack: closing it stops the last workers.
-        build: starts the workers and builds their trainer; closing the given stack stops them.
+        build: starts the workers, besides those of given pools, and builds their trainer; closing the given stack
+            stops all.
         is_ready: called when the first ones are.
 
     Raises the errors of `build` and `PPOTrainer.fit`; CheckpointError: the states to restart from are damaged.
@@ -51,9 +55,9 @@ def fit_with_restarts(
     config, failures = facts.config, list[int]()
     # Without checkpoints there is nothing to wait for.
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
+    kept = list[Pool]()
     while True:
-        own = stack.enter_context(contextlib.ExitStack())
-        trainer = build(facts, own)
+        trainer, own = build_with(kept, build, facts, stack)
         take_snapshots(trainer)
         freeze_gc()
         is_ready()
@@ -76,6 +80,8 @@ def fit_with_restarts(
             place, row["failed_step"], row["reason"],
         )  # fmt: skip
         is_ready = functools.partial(record, config.run_dir, row)
+        kept = trainer.group.keep_usable(actors=facts.resumption is not None)
+        stack.callback(stop_workers, kept)
         placements, store = trainer.group.placements, trainer.store
         own.close()
         host = socket.gethostname()
@@ -85,6 +91,21 @@ def fit_with_restarts(
     if trainer.step in (trainer.total_steps, trainer.saving.step):
         remove_snapshots(config.run_dir)
     return trainer
+
+
+def build_with(
+    kept: list[Pool], build: Build, facts: Facts, stack: contextlib.ExitStack
+) -> tuple[PPOTrainer, contextlib.ExitStack]:
+    """Return a trainer, and the stack that stops its workers; if it cannot use the kept ones, all are built again."""
+    own = stack.enter_context(contextlib.ExitStack())
+    try:
+        return build(facts, own, kept), own
+    except WorkerError as error:
+        if not kept or isinstance(error, RayLost):
+            raise
+        logger.warning("all workers are built again: %s", error)
+        own.close()
+    return build_with([], build, facts, stack)
 
 
 def take_snapshots(trainer: PPOTrainer) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -54,6 +54,7 @@ from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 from hybrid_gkd.workers.placement import Placement
+from hybrid_gkd.workers.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -243,10 +244,13 @@ class Assembly:
                 logger.info("%s: %s", teacher.label, check_confidence(self.facts, teacher, client))
         return self.teachers.scorer()
 
-    def build(self, facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
-        """Start the workers and build their trainer; closing `stack` stops them. Raises HybridGKDError."""
+    def build(self, facts: Facts, stack: contextlib.ExitStack, kept: Sequence[Pool] = ()) -> PPOTrainer:
+        """Start the workers, besides those that are `kept`, and build their trainer; closing `stack` stops all.
+
+        Raises HybridGKDError.
+        """
         config, clock = facts.config, self.clock
-        group = start_workers(facts, stack, self.loading, check_teacher=self.teachers.check)
+        group = start_workers(facts, stack, self.loading, check_teacher=self.teachers.check, kept=kept)
         teacher = self.teacher if config.distillation.enabled and not config.teaches_itself else None
         scorer, model = None, None
         if facts.reward_texts is not None:
@@ -281,9 +285,13 @@ class Assembly:
 
 
 def start_workers(
-    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None]
+    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None],
+    kept: Sequence[Pool] = (),
 ) -> WorkerGroup:
-    """Start all workers with student and rollout engine. Raises HybridGKDError, also if a local teacher ends."""
+    """Start all workers with student and rollout engine, besides those that are `kept`.
+
+    Raises HybridGKDError, also if a local teacher ends.
+    """
     config, plan = facts.config, facts.plan
     assert plan is not None
     assert plan.steps is not None
@@ -294,7 +302,7 @@ def start_workers(
         num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
         num_critic_updates=plan.steps * updates_per_step(prompts, config.resolved_critic),
         on_placed=lambda placements: check_placement(plan.memory, placements),
-        check=check_teacher,
+        check=check_teacher, kept=kept,
     )
     stack.enter_context(contextlib.closing(group))
     first = group.description[0]

@@ -7,7 +7,7 @@ An engine runs in the worker's process and samples completions with the actor's 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -128,11 +128,13 @@ class RolloutEngine(Protocol):
 
 
 def generate_samples(
-    engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: SamplingParams
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: SamplingParams,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Sample]]:
     """Run an empty engine on requests; yield samples as they finish, and empty lists as signs of progress.
 
-    An engine that computes no tokens yields nothing, so that the caller's timeout applies.
+    An engine that computes no tokens yields nothing, so that the caller's timeout applies. Once `is_cancelled`, which
+    is called before each step, nothing more is yielded; `pause` then empties the engine.
 
     Raises:
         WorkerError: the engine is done but samples are missing.
@@ -142,6 +144,8 @@ def generate_samples(
     missing, finished = len(requests), list[Sample]()
     last_progress, computed = time.monotonic(), 0
     while missing:
+        if is_cancelled():
+            return
         if not engine.has_unfinished:
             raise WorkerError(f"{KEY}: the rollout engine lost {missing} of {len(requests)} samples")
         found = engine.step()

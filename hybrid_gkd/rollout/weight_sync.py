@@ -64,6 +64,10 @@ class WeightSync:
                 f"cannot form the weight sync group at {address[0]}:{address[1]} within {self._limit}: {error}"
             ) from error
 
+    def close(self) -> None:
+        """Leave the group, of which other members may be lost."""
+        self._group.abort()
+
     @property
     def _limit(self) -> Timeout:
         return Timeout(self.timeout, "actor_rollout_ref.nccl_timeout")

@@ -135,9 +135,13 @@ class TrainedModel(ShardedModel):
             with self.timer.measure("compute"):
                 self._add_gradients(batch, sums, around_last)
         except torch.OutOfMemoryError:
-            self._sums = {}
-            self.abandon_backward()
+            self.discard_gradients()
             raise
+
+    def discard_gradients(self) -> None:
+        """Drop the accumulated parts of a mini-batch."""
+        self._sums = {}
+        self.abandon_backward()
 
     def _add_gradients(
         self, batch: MiniBatch, sums: dict[str, Tensor], around_last: contextlib.AbstractContextManager[None] | None

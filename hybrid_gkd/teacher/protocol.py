@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence as ListLike
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ MAX_FRAMES = 1 + MAX_ARRAYS
 MAX_REQUEST_BYTES = 16 << 20
 """Largest frame that a broker accepts from a client, and largest size of a request's arrays (token ids only)."""
 MAX_REQUEST_TOKENS = 1 << 16
-"""Largest number of tokens of a request with several readings; others wait while an engine works on it."""
+"""Largest number of tokens of several readings in one piece of work of a worker; others wait meanwhile."""
 MAX_REPLY_BYTES = 1 << 30
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 """Largest timeout of one attempt of a request."""
@@ -239,16 +239,21 @@ AnyMessage = (
     | Register | Registered | Rejected | StatusRequest | Status | Bye
 )
 Reply = ScoreResult | ScoreError
+M = TypeVar("M", bound=Message)
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode_message(message: AnyMessage, arrays: ListLike[np.ndarray] = ()) -> list[Any]:
     """Return the frames of a message: the header, then one buffer per array."""
-    buffers = [np.ascontiguousarray(each, DTYPES[each.dtype.name]) for each in arrays]
-    if buffers:
-        specs = [ArraySpec(each.dtype.name, each.shape, zlib.crc32(each.data)) for each in buffers]
-        message = msgspec.structs.replace(message, arrays=tuple(specs))
+    message, buffers = with_arrays(message, arrays) if arrays else (message, [])
     return [seal(msgspec.msgpack.encode(message)), *buffers]
+
+
+def with_arrays(message: M, arrays: ListLike[np.ndarray]) -> tuple[M, list[np.ndarray]]:
+    """Return a message that announces these arrays, and their buffers."""
+    buffers = [np.ascontiguousarray(each, DTYPES[each.dtype.name]) for each in arrays]
+    specs = [ArraySpec(each.dtype.name, each.shape, zlib.crc32(each.data)) for each in buffers]
+    return msgspec.structs.replace(message, arrays=tuple(specs)), buffers
 
 
 def seal(body: bytes, version: int = PROTOCOL_VERSION) -> bytes:
@@ -323,8 +328,8 @@ def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: Mode
     unpack_result(result, frames, topk=topk, vocab_size=model.num_embeddings, num_scored=[1])
 
 
-def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[Reading]:
-    """Return the readings of a request. Raises ProtocolError; TeacherRefused: invalid ranges."""
+def checked_arrays(request: ScoreRequest, frames: ListLike[Buffer]) -> list[np.ndarray]:
+    """Return the arrays of a request. Raises ProtocolError; TeacherRefused: lengths and ranges are not one each."""
     arrays = decode_arrays(request, frames)
     if not 1 <= len(arrays) <= 2 or arrays[0].dtype != np.int32 or arrays[0].shape != (request.num_tokens,):
         raise ProtocolError(f"a request needs one int32 array of {request.num_tokens} token ids, and given ids at most")
@@ -336,6 +341,13 @@ def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[Read
     if not request.lengths or len(request.ranges) != len(request.lengths):
         given = f"got {len(request.lengths)} lengths, ranges of {len(request.ranges)}"
         raise TeacherRefused(f"a request needs readings, each with its length and its ranges; {given}")
+    return arrays
+
+
+def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[Reading]:
+    """Return the readings of a request. Raises ProtocolError; TeacherRefused: invalid ranges."""
+    arrays = checked_arrays(request, frames)
+    given_ids = arrays[1] if len(arrays) > 1 else None
     readings, start, row = [], 0, 0
     for index, (length, ranges) in enumerate(zip(request.lengths, request.ranges, strict=True)):
         name, token_ids = f"reading {index}", arrays[0][start : start + length]

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +112,23 @@ def _exit_at_once() -> None:
     os._exit(1)
 
 
-def place_workers(config: Config, device: str, log_folder: Path | None = None) -> list[Pool]:
-    """Start the processes of all workers, without loading anything; the training pool comes first.
+def place_workers(
+    config: Config, device: str, log_folder: Path | None = None, kept: Sequence[Pool] = ()
+) -> list[Pool]:
+    """Start the processes of all workers, without loading anything, except those of pools that are `kept`.
 
-    Raises WorkerError: the cluster does not have the resources.
+    Returns all pools, the training pool first. Raises WorkerError: the cluster does not have the resources.
     """
     roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
-    pools = [Pool(config, role=role, log_folder=log_folder or config.run_dir / "logs") for role in roles]
+    there = {pool.role: pool for pool in kept}
+    folder = log_folder or config.run_dir / "logs"
+    pools = [there.get(role) or Pool(config, role=role, log_folder=folder) for role in roles]
     needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
     try:
         _check_resources(pools, needed)
         for pool in pools:
-            pool.place(device, needed)
+            if pool not in kept:
+                pool.place(device, needed)
     except BaseException:
         stop_workers(pools)
         raise

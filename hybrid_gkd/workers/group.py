@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,14 @@ from hybrid_gkd.types import (
     TopK,
 )
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
-from hybrid_gkd.workers.liveness import check_ray
+from hybrid_gkd.workers.liveness import RayLost, check_ray
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (
     CAUSE_SECONDS,
     CHECK_SECONDS,
     DESCRIPTIONS,
     NCCL_KEY,
+    SETTLE_SECONDS,
     Calls,
     Pool,
     WorkerDiedError,
@@ -68,6 +69,7 @@ class WorkerGroup:
         load: False places the workers without loading anything.
         on_placed: called with the placements before the workers load.
         check: called repeatedly while the workers load; its errors end the start.
+        kept: pools of an earlier group, see `keep_usable`; this one closes them, also if it cannot start.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -78,19 +80,18 @@ class WorkerGroup:
         stop_token_ids: list[int] | None = None, num_ids: int | None = None, engine_memory: EngineMemory | None = None,
         copy_bytes: float | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
-        check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
+        check: Callable[[], None] = lambda: None, log_folder: Path | None = None, kept: Sequence[Pool] = (),
     ):  # fmt: skip
         self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
-        self.pools = place_workers(config, device, log_folder)
+        self.pools = place_workers(config, device, log_folder, kept)
         self.actors, self.rollouts = self.pools[0], self.pools[-1]
         self.size = self.actors.size
         """Number of training workers."""
         self.log_files = [file for pool in self.pools for file in pool.log_files]
         try:
             for pool in self.pools:
-                pool.begin()
-            self.placements = [place for pool in self.pools for place in pool.placements]
-            """Placements of all workers, training ones first."""
+                if pool not in kept:
+                    pool.begin()
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
             self.saves_in_background = host_memory_suffices(self.actors.placements, copy_bytes)
@@ -103,16 +104,24 @@ class WorkerGroup:
             self.close()
             raise
 
+    @property
+    def placements(self) -> list[Placement]:
+        """Return the placements of all workers, training ones first."""
+        return [place for pool in self.pools for place in pool.placements]
+
     def _initialize(self, check: Callable[[], None], **options: Any) -> None:
-        """Load all pools at the same time, and build the process group for weight transfers between pools."""
+        """Load all new pools at the same time, and build the process group for weight transfers between pools."""
         calls: Calls = {}
-        for pool in self.pools:
+        loading = [pool for pool in self.pools if not pool.descriptions]
+        for pool in loading:
             address = pool.rendezvous(pool.load_timeout)
             calls |= pool.start("initialize", address, saves_in_background=self.saves_in_background, **options)
         results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS, check=check)
-        self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
+        for pool in loading:
+            pool.descriptions, results = results[: pool.size], results[pool.size :]
+        self.description = [self.rollouts.descriptions[0] | own for own in self.actors.descriptions]
         """Device and versions of each training worker, and the engine that generates for it."""
-        self.attention_cost = attention_cost(int(results[0]["hidden_size"]))
+        self.attention_cost = attention_cost(int(self.description[0]["hidden_size"]))
         self._dtype = self.description[0]["engine_dtype"]
         if len(self.pools) > 1:
             address, layout = self.actors.rendezvous(), self.actors.call("weight_layout")[0]
@@ -137,7 +146,7 @@ class WorkerGroup:
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         shares = [requests[rank // replica_size :: pool.size // replica_size] for rank in range(pool.size)]
-        streams = pool.start("generate", sampling, shares=shares)
+        streams = pool.streams = pool.start("generate", sampling, shares=shares)
         missing = len(requests)
         last_progress = dict.fromkeys(streams, time.monotonic())
 
@@ -314,11 +323,40 @@ class WorkerGroup:
         """Return whether training workers still respond after a failure; log a warning if they are stuck in a
         collective.
 
-        A separate rollout pool is stopped first.
+        A separate rollout pool is stopped first, unless a training worker is lost.
         """
-        if len(self.pools) > 1:
+        if len(self.pools) > 1 and find_dead("placement", self.actors.start("placement"))[0] is None:
             self.rollouts.close()
         return self.actors.is_responsive()
+
+    def keep_usable(self, *, actors: bool) -> list[Pool]:
+        """After a failure, take the pool that is intact from this group, for another one; empty if no other has lost a
+        worker.
+
+        Unfinished work is dropped, for which there are SETTLE_SECONDS. A pool in which a call has failed is not intact.
+
+        Args:
+            actors: whether training workers may be taken, whose weights are undefined; see `load_checkpoint`.
+
+        Raises RayLost.
+        """
+        if len(self.pools) == 1:
+            return []
+        lost, intact = list[Pool](), list[Pool]()
+        for pool, calls in [(pool, pool.start_settling()) for pool in self.pools]:
+            try:
+                if not calls:  # closed by `can_save`
+                    lost.append(pool)
+                elif all(gather("settle", calls, Timeout(SETTLE_SECONDS))) and (actors or pool is not self.actors):
+                    logger.info("not lost, and used again: %s", name_workers(calls))
+                    intact.append(pool)
+            except WorkerDiedError:
+                lost.append(pool)
+            except RayLost:
+                raise
+            except WorkerError as error:
+                logger.warning("cannot be used again: %s", error)
+        return [pool.hand_over() for pool in intact] if lost else []
 
     def _responsive_pools(self, generating: bool) -> list[Pool]:
         """Return the pools to call: without a separate rollout pool that is `generating`, since it would respond only

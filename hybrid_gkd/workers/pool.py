@@ -7,6 +7,7 @@ longer complete.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -34,7 +35,7 @@ CHECK_SECONDS = 1.0
 CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to respond: one that died or hangs may be the cause."""
 SETTLE_SECONDS = 10.0
-"""Timeout for GPUs to finish the work queued before a peer failed."""
+"""Timeout for workers to finish or drop the work queued before a peer failed."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
 DESCRIPTIONS = {
     "begin": "the start of their processes", "placement": "the workers' places", "address": "a worker's address",
@@ -49,7 +50,7 @@ DESCRIPTIONS = {
     "compute_ref_topk": "the reference policy's most likely tokens",
     "compute_own_topk": "the scores of the student's own weights",
     "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",
-    "generate": "the generation",
+    "generate": "the generation", "settle": "the end of unfinished work",
 }
 """Descriptions of worker methods for wait messages, where the name is not clear."""
 
@@ -77,6 +78,10 @@ class Pool:
         self.workers: list[Any] = []
         self.placements: list[Placement] = []
         """Placements by rank, with the free memory before anything was loaded."""
+        self.descriptions: list[dict[str, str]] = []
+        """Results of `Worker.initialize` by rank; empty before."""
+        self.streams: Calls = {}
+        """Calls of the last generation."""
         self.stuck_calls: Calls = {}
         """Calls that may never return, see `mark_stuck_peers`."""
         self._group: Any = None
@@ -230,6 +235,20 @@ class Pool:
             logger.warning("the student cannot be saved: %s", error)
             return False
         return True
+
+    def start_settling(self) -> Calls:
+        """Cancel the generation in progress, if any, and let the workers drop other unfinished work."""
+        if self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1:  # else ranks would stop apart
+            for stream in self.streams:
+                ray.cancel(stream)
+        return self.start("settle")
+
+    def hand_over(self) -> Pool:
+        """Return another pool with these workers. This one has none from now on, so that no later call reaches them."""
+        pool = copy.copy(self)
+        pool.streams, pool.stuck_calls = {}, {}
+        self.workers, self.placements, self._group = [], [], None
+        return pool
 
     def close(self) -> None:
         for worker in self.workers:

@@ -94,6 +94,12 @@ class Updater:
             self.residency.prepare(self.phases.afterwards)
         return metrics
 
+    def discard(self) -> None:
+        """Drop the accumulated parts of a mini-batch whose last part will not come."""
+        if self._accumulated:
+            self._accumulated = ()
+            self.model.discard_gradients()
+
     @contextlib.contextmanager
     def _next_part(self) -> Iterator[None]:
         if self._failed:

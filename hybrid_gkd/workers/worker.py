@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hybrid_gkd.compat.ray import is_cancelled
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineMemory
@@ -46,6 +47,7 @@ from hybrid_gkd.workers.profiling import StepProfiler
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hybrid_gkd.rollout.weight_sync import WeightSync
     from hybrid_gkd.rollout.weights import Layout
     from hybrid_gkd.student.trained_model import TrainedModel
     from hybrid_gkd.workers.updater import Phases, Updater
@@ -67,6 +69,7 @@ def failures_logged(cls: type[C]) -> type[C]:
         try:
             yield
         except Exception as error:
+            worker.has_failed = True
             logger.exception("%s failed", name)
             if isinstance(error, HybridGKDError):
                 raise
@@ -107,6 +110,9 @@ class Worker(GroupMember):
         """Version of the engine's last weights."""
         self.updaters: dict[str, Updater] = {}
         """Updaters of trained models by span name."""
+        self.weight_sync: WeightSync | None = None
+        self.has_failed = False
+        """Whether a call has raised."""
 
     def begin(self, log_file: str) -> None:
         """Begin the run: redirect output to `log_file` and write spans to a file beside it."""
@@ -128,6 +134,15 @@ class Worker(GroupMember):
             import torch
 
             torch.cuda.synchronize()
+
+    def settle(self) -> bool:
+        """Drop the unfinished work of a failed run; return whether another group of workers can use this one."""
+        self.synchronize()
+        if self.role != "actor worker" and self.engine.has_unfinished:  # cancelled, also by Ray between two samples
+            self.engine.pause()
+        for updater in self.updaters.values():
+            updater.discard()
+        return not self.has_failed
 
     def begin_step(self, step: int | None) -> None:
         """Attribute the following calls to a training step."""
@@ -243,11 +258,13 @@ class Worker(GroupMember):
         return self.actor.layout()
 
     def join_weight_sync(self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str) -> None:
-        """Join the process group for weight transfers between pools. Raises WorkerError."""
+        """Join the process group for weight transfers between pools, and leave an earlier one. Raises WorkerError."""
         import torch
 
         from hybrid_gkd.rollout.weight_sync import WeightSync
 
+        if self.weight_sync is not None:
+            self.weight_sync.close()
         arr = self.config.actor_rollout_ref
         self.weight_sync = WeightSync(
             address, rank=rank, size=size, layout=layout, dtype=getattr(torch, dtype), device=self.device,
@@ -259,7 +276,8 @@ class Worker(GroupMember):
 
         An engine that has released its weights since then gets them again first. With tensor parallelism all ranks of a
         replica run the same requests and the first one yields the samples. Memory for the next phase is copied to the
-        device in the background as far as engine and teacher keep their workspace, else at the end.
+        device in the background as far as engine and teacher keep their workspace, else at the end. A cancelled call
+        ends after the engine's present step.
         """
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
@@ -268,7 +286,7 @@ class Worker(GroupMember):
             self.residency.enter("rollout")
             self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
-                for finished in generate_samples(self.engine, requests, sampling):
+                for finished in generate_samples(self.engine, requests, sampling, is_cancelled):
                     yield finished if first_of_replica else []
             self.residency.prepare(self._phase_after_rollout)
 
@@ -368,6 +386,7 @@ class Worker(GroupMember):
         weights = itertools.chain.from_iterable(self.actor.full_tensors(getattr(torch, dtype)) for _ in range(rounds))
         try:
             if self.rank == 0:
+                assert self.weight_sync is not None
                 for _ in range(rounds):
                     self.weight_sync.send(weights)
         finally:
@@ -381,6 +400,7 @@ class Worker(GroupMember):
 
         Returns seconds as `publish` does. Raises WorkerError as it does, or if the weights did not arrive in time.
         """
+        assert self.weight_sync is not None
         return {"publish": self._load_engine(self.weight_sync.receive, weight_version)}
 
     def _load_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], weight_version: int) -> float:

@@ -1,6 +1,8 @@
 """Workers that are killed are replaced within the run, which then computes what it would have without that."""
 
+import contextlib
 import time
+from pathlib import Path
 
 import psutil
 from test_command_line import HF, OWN_POOL, arguments, finish, logged_step, run, start, wait_for, world  # noqa: F401
@@ -10,6 +12,7 @@ from hybrid_gkd.reporting.starts import read_starts, rows_of_starts
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT
 
 STEPS = 6
+LOGS = "actor_0.log", "actor_1.log", "rollout_0.log"
 OPTIONS = (
     *HF, *OWN_POOL, "actor_rollout_ref.actor.fsdp_config.full_determinism=true", "trainer.n_gpus_per_node=2",
     f"trainer.total_training_steps={STEPS}", "trainer.save_freq=0", "trainer.test_freq=3",
@@ -17,19 +20,17 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def worker(process, log):
-    """The process of the run that writes this log."""
+def workers(process):
+    """The run's workers by the logs that they write: two actors and a rollout worker."""
 
     def find():
+        found = {}
         for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                if any(file.path.endswith(log) for file in child.open_files()):
-                    return child
-            except psutil.Error:
-                continue
-        return None
+            with contextlib.suppress(psutil.Error):
+                found |= {Path(file.path).name: child for file in child.open_files() if file.path.endswith(LOGS)}
+        return found if len(found) == len(LOGS) else None
 
-    return wait_for(find, log)
+    return wait_for(find, "all workers")
 
 
 def kill_within(victim, method):
@@ -50,7 +51,7 @@ def restarts(folder):
 
 
 def test_a_run_that_loses_workers_has_the_curve_of_one_that_does_not(world, tmp_path):  # noqa: F811
-    """One of two student workers in an update, then the rollout worker; Ray and the teacher stay."""
+    """One of two student workers in an update, then the rollout worker; Ray, the teacher and the other pool stay."""
     out, kept = tmp_path / "hybrid_gkd", tmp_path / "memory"
     code, _, errors = run(arguments(world, tmp_path, *OPTIONS, "trainer.experiment_name=undisturbed"))
     assert code == 0, errors
@@ -58,8 +59,11 @@ def test_a_run_that_loses_workers_has_the_curve_of_one_that_does_not(world, tmp_
     process = start(arguments(world, tmp_path, *OPTIONS, *own))
     for number, (step, log, method) in enumerate(((2, "actor_1.log", "update"), (4, "rollout_0.log", "generate")), 1):
         wait_for(logged_step(tmp_path, step), f"step {step}")
-        kill_within(worker(process, log), method)
+        before = workers(process)
+        kill_within(before[log], method)
         wait_for(lambda number=number: len(restarts(out / "gkd")) == number, f"restart {number}")
+        after, pool = workers(process), log[:5]
+        assert [name for name in LOGS if after[name] == before[name]] == [x for x in LOGS if not x.startswith(pool)]
     code, _, errors = finish(process)
     assert code == 0, errors
 

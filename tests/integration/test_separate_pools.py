@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import time
 
 import numpy as np
 import psutil
@@ -61,7 +62,11 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
 ):
     """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree. A reward
     model is with the actor. In the end a worker is lost and named, without which nothing can be saved if it is an
-    actor's."""
+    actor's; its pool alone is built again, and the engine's unfinished generation is dropped."""
+    def slow_down(worker):  # travels to the worker by value
+        step = worker.engine.step
+        worker.engine.step = lambda: (time.sleep(1.0), step())[1]
+
     if tensor_parallel > 1:
         request.getfixturevalue("only_tensor_parallel_engine")
     judge = make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
@@ -96,10 +101,24 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
             with pytest.raises(WorkerError, match=r"rollout worker 1 died .*rollout_1\.log"):
                 generate(group)
         if actors > 1:
+            engine, before = group.rollouts.workers[0], pids(group.rollouts)
+            ray.get(engine.__ray_call__.remote(slow_down), timeout=60)
+            unfinished = group.generate(REQUESTS, SamplingParams(max_tokens=64))
+            assert next(unfinished) == []  # of at least a minute
             os.kill(pids(group.actors)[1], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"actor worker 1 died .*actor_1\.log"):
-                group.publish(2)
+                group.actors.call("synchronize")
             assert not group.can_save()
+            kept, started = group.keep_usable(actors=True), time.monotonic()
+            ray.get(engine.__ray_call__.remote(lambda worker: delattr(worker.engine, "step")), timeout=60)
+            assert time.monotonic() < started + 20
+            group.close()
+            with contextlib.closing(WorkerGroup(config, device="cpu", stop_token_ids=[256], kept=kept)) as another:
+                assert pids(another.rollouts) == before
+                another.publish(7)
+                found = generate(another)
+                assert [s.completion_ids.tolist() for s in found] == drawn[0]
+                assert {number for s in found for number in s.versions} == {7}
     assert lines.count("Starting rollout weight synchronization...") == 2
     assert lines.count("Actor weight sync completed") == 2
     assert lines.count("Waiting for rollout weight sync with timeout=120s... (actor_rollout_ref.nccl_timeout)") == 2

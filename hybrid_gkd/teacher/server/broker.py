@@ -1,9 +1,10 @@
 """The broker: one thread that assigns clients' requests to workers with a free credit; keys take turns.
 
-It forwards array frames unchanged, and validates a sample of each result. Guarantees: every request is answered exactly
-once, by a result or an error. A worker that dies, hangs, loses a request or returns invalid scores delays the request,
-but does not fail it. No malformed message ends the loop. A client that floods the broker or does not read its replies
-affects those of other keys only by the limits of dispatch.py: half of the queue, and tokens at the workers.
+It forwards array frames unchanged, except those of requests that it cuts (parts.py), and validates a sample of each
+result. Guarantees: every request is answered exactly once, by a result or an error. A worker that dies, hangs, loses a
+request or returns invalid scores delays the request, but does not fail it. No malformed message ends the loop. A client
+that floods the broker or does not read its replies affects those of other keys only by the limits of dispatch.py: half
+of the queue, and tokens at the workers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from weakref import WeakValueDictionary
 import msgspec
 import zmq
 
-from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import AllowList, Keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Reply, ScoreError, ScoreRequest, ScoreResult
 from hybrid_gkd.teacher.server.dispatch import assignments, busy_reason
+from hybrid_gkd.teacher.server.parts import cut_request, join_results
 from hybrid_gkd.teacher.server.port import Port, start_authenticator
 from hybrid_gkd.teacher.server.records import ClientRecord, KeyRecord, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.statistics import Statistics
@@ -176,7 +178,8 @@ class Broker:
                 self._accept(client, message, payload)
             case protocol.Ping():
                 self._to_client(client, protocol.Pong(
-                    number=message.number, instance=self.instance, pending=list(client.tickets),
+                    number=message.number, instance=self.instance,
+                    pending=list(dict.fromkeys(each.request.id for each in client.tickets.values())),
                     queue_length=len(self._queue), engine_busy=self._engine_busy(),
                 ))
             case protocol.Bye():
@@ -198,24 +201,29 @@ class Broker:
 
     def _accept(self, client: ClientRecord, request: ScoreRequest, payload: list[zmq.Frame]) -> None:
         now, num_bytes = time.monotonic(), sum(map(len, payload))
-        deadline, known = now + request.timeout_seconds, client.tickets.get(request.id)
-        if known is not None:
-            # A repeated request keeps its place; a second worker may try it.
-            known.request, known.deadline = request, deadline
-            if known.worker is not None and self._has_free_worker(known):
-                self._requeue(known)
+        deadline = now + request.timeout_seconds
+        if known := [each for each in client.tickets.values() if each.request.id == request.id]:
+            for ticket in known:
+                # A repeated request keeps its place; a second worker may try it.
+                ticket.request = msgspec.structs.replace(ticket.request, attempt=request.attempt)
+                ticket.deadline = deadline
+                if ticket.worker is not None and self._has_free_worker(ticket):
+                    self._requeue(ticket)
         elif self._draining:
             self._refuse(client, request, "busy", "the service is shutting down")
-        elif request.num_tokens > protocol.MAX_REQUEST_TOKENS and len(request.lengths) > 1:
-            size, limit = f"{request.num_tokens} tokens in {len(request.lengths)} readings", protocol.MAX_REQUEST_TOKENS
-            reason = f"the request has {size}, the limit is {limit} unless it has a single reading"
-            self._refuse(client, request, "refused", reason)
         elif busy := busy_reason(client, num_bytes, num_held=self.num_held, held_bytes=self._held_bytes):
             self._refuse(client, request, "busy", busy)
         else:
-            ticket = Ticket(uuid.uuid4().hex, client, request, payload, now, deadline)
+            try:
+                messages = cut_request(request, payload)
+            except TeacherError as error:
+                self._refuse(client, request, "refused" if isinstance(error, TeacherRefused) else "failed", str(error))
+                return
+            parts = [Ticket(uuid.uuid4().hex, client, *each, now, deadline) for each in messages]
             self._held_bytes += num_bytes
-            client.tickets[request.id] = self._tickets[ticket.id] = self._queue[ticket.id] = ticket
+            for ticket in parts:
+                ticket.parts = parts if len(parts) > 1 else []
+                client.tickets[ticket.id] = self._tickets[ticket.id] = self._queue[ticket.id] = ticket
 
     def _refuse(self, client: ClientRecord, request: ScoreRequest, code: str, reason: str) -> None:
         self.counters["refused"] += 1
@@ -230,18 +238,28 @@ class Broker:
     def _close(self, ticket: Ticket) -> None:
         """Remove an open request; a later reply to it counts as late."""
         del self._tickets[ticket.id]
-        del ticket.client.tickets[ticket.request.id]
+        del ticket.client.tickets[ticket.id]
         self._queue.pop(ticket.id, None)
         self._held_bytes -= ticket.num_bytes
 
     def _finish(self, ticket: Ticket, answer: Reply, payload: list[zmq.Frame]) -> None:
-        """Close a request and send its only answer to the client."""
+        """Close a request and send its only answer to the client: of parts their results, or the first error."""
         self._close(ticket)
+        if ticket.parts and isinstance(answer, ScoreResult):
+            ticket.result = answer, payload
+            results = [each.result for each in ticket.parts if each.result is not None]
+            if len(results) < len(ticket.parts):
+                return
+            answer, payload = join_results(results)
+        for other in ticket.parts:
+            if other.id in self._tickets:
+                self._close(other)
         answer = msgspec.structs.replace(answer, id=ticket.request.id, attempt=ticket.request.attempt)
         self._to_client(ticket.client, answer, payload)
 
     def _fail(self, ticket: Ticket, code: str, reason: str) -> None:
-        self._finish(ticket, ScoreError(id=ticket.id, attempt=0, code=code, reason=reason), [])
+        if ticket.id in self._tickets:  # else closed with another part of its request
+            self._finish(ticket, ScoreError(id=ticket.id, attempt=0, code=code, reason=reason), [])
 
     # Workers
 
@@ -395,7 +413,9 @@ class Broker:
             self._retry_or_fail(ticket, "the worker died" if died else None)
 
     def _retry_or_fail(self, ticket: Ticket, failure: str | None) -> None:
-        """Requeue a request, or fail it after too many failures."""
+        """Requeue a request, or fail it after too many failures, unless it was closed with another part."""
+        if ticket.id not in self._tickets:
+            return
         ticket.num_failures += failure is not None
         if failure and ticket.num_failures >= MAX_FAILURES:
             self._fail(ticket, "failed", f"{ticket.num_failures} attempts to score it failed; at the last, {failure}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.protocol import ScoreRequest
+from hybrid_gkd.teacher.protocol import ScoreRequest, ScoreResult
 
 
 @dataclass(eq=False)
@@ -33,6 +33,10 @@ class Ticket:
     """Number of failed attempts: the worker died, or its reply was bad."""
     bad_replies: list[tuple[WorkerRecord, str]] = field(default_factory=list)
     """Workers with bad replies, and the errors."""
+    parts: list[Ticket] = field(default_factory=list)
+    """All parts of the request, in order, if this is one of several; each has the client's id."""
+    result: tuple[ScoreResult, list[zmq.Frame]] | None = None
+    """Scores of this part, until all parts have theirs."""
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -71,7 +75,7 @@ class ClientRecord:
     heard: float = 0.0
     """Monotonic time of the last message."""
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    """Open requests by the client's ids."""
+    """Open requests, or parts of them, by the broker's ids."""
     blocked: bool = False
     """Whether the last message could not be queued because the client does not read."""
 

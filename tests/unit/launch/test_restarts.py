@@ -29,9 +29,9 @@ STEPS = 6
 class Workers(RecordingGroup):
     """Each start of them fails in the update of the step that is next in `plan`; None: in none."""
 
-    def __init__(self, plan, trainers, error=WorkerError):
+    def __init__(self, plan, trainers, error=WorkerError, pool=None):
         super().__init__()
-        self.saves_in_background, self.placements = True, []
+        self.saves_in_background, self.placements, self.pool = True, [], pool
         self._fails_at, self._trainers, self._error = plan.pop(0) if plan else None, trainers, error
 
     def update(self, batches, **options):
@@ -46,11 +46,24 @@ class Workers(RecordingGroup):
     def can_save(self):
         return False
 
+    def keep_usable(self, *, actors):
+        return [self.pool] if self.pool else []
+
+
+class KeptPool:
+    """Closed by whoever has it last."""
+
+    num_closed = 0
+
+    def close(self):
+        self.num_closed += 1
+
 
 class Run:
     """Starts of a run with workers that are lost by a plan."""
 
-    def __init__(self, folder, plan, *overrides, error=WorkerError, stopping=None, before=lambda number: None):
+    def __init__(self, folder, plan, *overrides, error=WorkerError, stopping=None, before=lambda number, kept: None,
+                 pool=None):
         self.config = tiny_config(
             "distillation.enabled=false", "actor_rollout_ref.rollout.n=2", "reward.answer_key=a",
             "data.train_batch_size=2", "data.max_prompt_length=8", "data.max_response_length=8",
@@ -58,14 +71,15 @@ class Run:
             f"trainer.default_local_dir={folder}", "trainer.max_restarts=3", *overrides,
         )  # fmt: skip
         self.plan, self.error, self.stopping, self.before = list(plan), error, stopping or Stopping(), before
+        self.pool = pool
         self.trainers, self.closed, self.folder = [], [], self.config.run_dir
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def build(self, facts, stack):
-        self.before(len(self.trainers))
+    def build(self, facts, stack, kept):
+        self.before(len(self.trainers), kept)
         tasks = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(8)]
         trainer = PPOTrainer(
-            self.config, group=Workers(self.plan, self.trainers, self.error), tokenizer=NumberTokenizer(),
+            self.config, group=Workers(self.plan, self.trainers, self.error, self.pool), tokenizer=NumberTokenizer(),
             train_prompts=tasks, val_prompts=[], reward=lambda response, answer: 1.0, tracking=MetricRows(),
             store=CheckpointStore(self.folder, keep=None), stop_requested=self.stopping.requested,
             resume_from=facts.resumption.folder if facts.resumption else None,
@@ -117,6 +131,24 @@ def test_every_step_is_trained_once_and_the_losses_are_recorded(tmp_path, caplog
     place = run.folder / SNAPSHOT / "global_step_2"
     assert f"restart 1 of 3 from {place}, since step 3 has failed: WorkerError: worker 0 died" in caplog.text
     assert not (run.folder / SNAPSHOT).exists()
+
+
+def test_workers_that_cannot_be_used_again_are_built_too(tmp_path, caplog):
+    """And nothing of the first attempt is left."""
+    run, seen = Run(tmp_path, [3], pool=(pool := KeptPool())), []
+
+    def refuse(number, kept):
+        seen.append((number, list(kept)))
+        if kept:
+            raise WorkerError("cannot form the weight sync group")
+
+    run.before = refuse
+    run.fit()
+    assert seen == [(0, []), (1, [pool]), (1, [])]
+    assert run.first_steps == [1, 3]
+    assert pool.num_closed == 1
+    assert "all workers are built again: cannot form the weight sync group" in caplog.text
+    assert len([row for row in rows_of_starts(run.folder) if "restart" in row]) == 1
 
 
 def test_without_a_saved_state_it_begins_again(tmp_path, caplog):
@@ -195,7 +227,7 @@ def test_snapshots_of_another_course_are_removed(tmp_path):
     left = run.folder / SNAPSHOT / "global_step_3"
     seen = []
     run = Run(tmp_path, [], "trainer.snapshot_freq=0", "trainer.max_restarts=0")
-    run.before = lambda number: seen.append(left.is_dir())
+    run.before = lambda number, kept: seen.append(left.is_dir())
     run.fit()  # from the start
     assert seen == [True]
     assert not left.exists()

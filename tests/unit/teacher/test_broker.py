@@ -1,8 +1,10 @@
 """The broker in a thread of this process, with workers and clients of the test's own: who gets work, who is who."""
 
 import contextlib
+import dataclasses
 import os
 import queue
+import re
 import select
 import socket
 import struct
@@ -15,6 +17,7 @@ import zmq
 from processes import wait_until
 
 from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.ranges import ranges_of
 from hybrid_gkd.teacher.server import port
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.dispatch import (
@@ -146,22 +149,77 @@ def test_the_connections_of_a_key_share_its_turns_and_its_place():
     assert len({each.client for each in served if each.client.key is key}) == 8
 
 
-def test_a_request_of_several_readings_with_too_many_tokens_is_refused(broker):
-    FakeWorker(broker, "worker", 1)
-    wait_until(lambda: broker.num_workers == 1)
-    half = protocol.MAX_REQUEST_TOKENS // 2 + 1
-    request = protocol.ScoreRequest(
-        id="1", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0, lengths=[half, half], ranges=[[1, 2]] * 2
-    )
+@contextlib.contextmanager
+def asking(broker):
+    """A client's socket."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://127.0.0.1:{broker.port}")
-        dealer.send_multipart(protocol.encode_message(request, [np.zeros(2 * half, np.int32)]))
-        assert dealer.poll(int(TIMEOUT * 1000))
-        answer = protocol.decode_header(dealer.recv_multipart()[0])
-    assert (answer.code, answer.id) == ("refused", "1")
-    size = f"{2 * half} tokens in 2 readings"
-    assert answer.reason == f"the request has {size}, the limit is 65536 unless it has a single reading"
+        yield dealer
+
+
+def large_request(readings, name="1", **changes):
+    """The frames of a request; each row has one given id."""
+    fields = {
+        "id": name, "attempt": 1, "timeout_seconds": TIMEOUT, "topk": 4, "temperature": 1.0,
+        "lengths": [each.num_tokens for each in readings], "ranges": [ranges_of(each.positions) for each in readings],
+    }  # fmt: skip
+    return protocol.encode_message(protocol.ScoreRequest(**fields | changes), protocol.request_arrays(readings))
+
+
+def received(dealer):
+    assert dealer.poll(int(TIMEOUT * 1000))
+    header, *frames = dealer.recv_multipart()
+    return protocol.decode_header(header), frames
+
+
+@pytest.mark.slow
+def test_a_request_with_too_many_tokens_for_a_worker_is_scored_in_parts(broker):
+    """Between readings, with one answer. An error of one part is that of the whole; a reply can be too large."""
+    worker = FakeWorker(broker, "worker", 16)
+    wait_until(lambda: broker.num_workers == 1)
+    readings = [
+        dataclasses.replace(each, given_ids=each.token_ids[each.positions][:, None])
+        for each in faults.make_readings(np.random.default_rng(0), 300, length=500, num_scored=3)
+    ]
+    with asking(broker) as dealer:
+        dealer.send_multipart(large_request(readings))
+        parts = [worker.inbox.get(timeout=TIMEOUT) for _ in range(2)]  # of a key at a worker
+        dealer.send_multipart(protocol.encode_message(protocol.Ping(number=1)))
+        assert received(dealer)[0].pending == ["1"]
+        dealer.send_multipart(large_request(readings, attempt=2))
+        for work in reversed(parts):
+            worker.answer(work)
+        parts.append(worker.inbox.get(timeout=TIMEOUT))
+        worker.answer(parts[-1])
+        answer, frames = received(dealer)
+        assert (answer.id, answer.attempt, answer.server) == ("1", 2, "worker")
+        found = protocol.unpack_result(
+            answer, frames, topk=4, vocab_size=faults.VOCAB, num_scored=[len(each.positions) for each in readings]
+        )
+        for score, reading in zip(found, readings, strict=True):
+            wanted = faults.expected_scores(reading, 4)
+            np.testing.assert_array_equal(score.ids, wanted.ids)
+            np.testing.assert_array_equal(score.sampled_logprobs, wanted.sampled_logprobs)
+        assert [len(work.readings) for work in parts] == [131, 131, 38]
+        given = np.concatenate([each.given_ids for work in parts for each in work.readings])
+        np.testing.assert_array_equal(given, np.concatenate([each.given_ids for each in readings]))
+
+        ranges = [ranges_of(each.positions) for each in readings]
+        dealer.send_multipart(large_request(readings, "2", ranges=[*ranges[:-1], [0, 3]]))
+        late = worker.inbox.get(timeout=TIMEOUT)
+        worker.answer(worker.inbox.get(timeout=TIMEOUT))
+        answer, _ = received(dealer)
+        assert (answer.id, answer.code) == ("2", "refused")
+        assert "must be ascending within [1, 500)" in answer.reason
+        wait_until(lambda: broker.num_held == 0)
+        worker.answer(late)
+        wait_until(lambda: broker.counters["late"] == 1)
+        dealer.send_multipart(large_request(readings, "3", topk=1 << 20))
+        answer, _ = received(dealer)
+        assert (answer.id, answer.code) == ("3", "refused")
+        assert re.fullmatch(r"the result would have \d+ bytes, the limit is 1073741824", answer.reason)
+        assert broker.num_held == 0
 
 
 def test_a_peer_that_names_itself_is_told(broker):
