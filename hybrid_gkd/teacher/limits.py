@@ -14,6 +14,9 @@ from hybrid_gkd.types import Reading
 
 def check_request(request: ScoreRequest, readings: Sequence[Reading], model: ModelInfo) -> None:
     """Check a request against the limits of `model`. Raises TeacherRefused: it can never be scored."""
+    names = [each.name for each in model.adapters or ()]
+    if request.adapter and request.adapter not in names:
+        raise TeacherRefused(f"adapter {request.adapter!r} is not one of the service's: {', '.join(names) or 'none'}")
     if request.topk > model.max_topk:
         limit = f"the {model.max_topk} that the server was started with (--n-logprobs)"
         raise TeacherRefused(f"topk {request.topk} is above {limit}")
