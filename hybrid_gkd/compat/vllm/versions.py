@@ -301,12 +301,9 @@ def lora_engine_args(device: str, num_adapters: int, rank: int, layers: Collecti
     """Return arguments of `vllm.LLM` for adapters up to `rank` in layers with these last parts of their names.
 
     Without the names vLLM adds room for adapters to all layers, and to the head, which then computes only whole
-    batches. On the CPU (torch_ops/lora_ops.py in vLLM 0.32) requests without an adapter in a batch with others use the
-    last of the `max_loras` slots, index -1: one slot stays empty. Raises ModelError: vLLM has no such argument.
+    batches. On the CPU (torch_ops/lora_ops.py in vLLM 0.26 to 0.32) requests without an adapter in a batch with others
+    use the last of the `max_loras` slots, index -1: one slot stays empty.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    expect("lora_target_modules" in inspect.signature(EngineArgs).parameters, "EngineArgs.lora_target_modules")
     return {
         "enable_lora": True, "max_loras": num_adapters + (device == "cpu"), "lora_target_modules": sorted(layers),
         "max_lora_rank": next(room for room in LORA_RANKS if room >= rank),

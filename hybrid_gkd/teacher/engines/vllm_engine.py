@@ -9,6 +9,7 @@ caching is off, because cached blocks have no hidden states.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from hybrid_gkd.teacher.engines.adapters import lora_arguments
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import Reading, TopK
+
+log = logging.getLogger(__name__)
 
 EXTRA_ARGS_KEY = "hybrid_gkd"
 TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
@@ -63,8 +66,10 @@ class VLLMScoringEngine(ScoringEngine):
             }  # fmt: skip
             self._engine = load_llm(llm_class, arguments, options.arguments_of("vllm"), config).llm_engine
             self._engine.collective_rpc("install_row_scorer", args=(info.vocab_size, info.num_embeddings))
-            for adapter in (None, *self._adapters):
-                self._check_scores(adapter)
+            base = self._check_scores(None)
+            for adapter in self._adapters:
+                if np.array_equal(self._check_scores(adapter), base):
+                    log.warning("--adapters %s: it does not change the model: it is zero, or not for it", adapter)
         except ModelError:
             raise
         except Exception as error:  # vLLM raises various errors for an unsupported model or device
@@ -78,8 +83,11 @@ class VLLMScoringEngine(ScoringEngine):
             return None
         return LoRARequest(adapter, 1 + list(self._adapters).index(adapter), self._adapters[adapter])
 
-    def _check_scores(self, adapter: str | None) -> None:
-        """Check scores against vLLM's greedy generation. Raises ModelError: its tokens are not the most likely ones."""
+    def _check_scores(self, adapter: str | None) -> np.ndarray:
+        """Check scores against vLLM's greedy generation, and return them.
+
+        Raises ModelError: its tokens are not the most likely ones.
+        """
         from vllm import SamplingParams
 
         length = min(4, self.info.max_sequence_length // 2)
@@ -97,6 +105,7 @@ class VLLMScoringEngine(ScoringEngine):
         greedy_ids = token_ids[length:].tolist()
         what = f"its greedy tokens {greedy_ids} to be the most likely, not {scores.ids[:, 0].tolist()}"
         vllm_compat.expect(bool(likely), what)
+        return scores.logprobs
 
     def _step(self) -> list[tuple[Item, TopK]]:
         from vllm import SamplingParams
