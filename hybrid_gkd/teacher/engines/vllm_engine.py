@@ -77,10 +77,10 @@ class VLLMScoringEngine(ScoringEngine):
 
     def _lora(self, adapter: str | None) -> Any:
         """Return vLLM's LoRARequest of an adapter, which it loads with the first request; None without one."""
-        from vllm.lora.request import LoRARequest
-
         if adapter is None:
             return None
+        from vllm.lora.request import LoRARequest
+
         return LoRARequest(adapter, 1 + list(self._adapters).index(adapter), self._adapters[adapter])
 
     def _check_scores(self, adapter: str | None) -> np.ndarray:
