@@ -25,6 +25,7 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
 import zmq
+from msgspec import UNSET
 
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
 from hybrid_gkd.runtime.waiting import Timeout, waiting
@@ -65,6 +66,7 @@ class TeacherClient:
         keys: folder with this client's keys, if the servers require them
         allow_change: accept a server that serves another teacher than the first handshake found
         section: dotted section of the configuration, for messages
+        adapter: name of the servers' adapter that scores; None for their model without one
     """
 
     def __init__(
@@ -72,13 +74,14 @@ class TeacherClient:
         connect_timeout: float = 10.0, request_timeout: float = 600.0, max_retries: int = 3,
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
         section: str = "actor_rollout_ref.teacher", allow_change: bool = False, given_topk: int = 0,
+        adapter: str | None = None,
     ):
         if not endpoints:
             raise TeacherError("a teacher client needs at least one address, host:port")
         for address in endpoints:
             network.endpoint_url(address)  # raises for an invalid address before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
-        self._given_topk = given_topk
+        self._given_topk, self._adapter = given_topk, adapter
         self._connect_timeout = Timeout(connect_timeout, f"{section}.connect_timeout")
         self._request_timeout = Timeout(request_timeout, f"{section}.request_timeout")
         self._max_retries, self._max_in_flight = max_retries, n_server_workers
@@ -97,7 +100,7 @@ class TeacherClient:
         self._metrics = TeacherMetrics()
         self._name, self._ids = uuid.uuid4().hex, itertools.count(1)
         self._context = zmq.Context()
-        self._connections = [Connection(self._context, address, self._keys) for address in endpoints]
+        self._connections = [Connection(self._context, address, self._keys, adapter) for address in endpoints]
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -441,6 +444,7 @@ class TeacherClient:
                 topk=self._num_candidates(request),
                 temperature=self._temperature, lengths=[each.num_tokens for each in request.readings],
                 ranges=[ranges_of(each.positions) for each in request.readings], num_ids=self._vocab_size,
+                adapter=self._adapter or UNSET,
             )
             if not connection.send(message, protocol.request_arrays(request.readings)):
                 continue  # disconnected; missing pongs or a reconnect are handled later

@@ -304,6 +304,9 @@ class TeacherModelConfig:
     path: str | None = None
     """Hugging Face folder or hub id; its tokenizer must be the student's, unless distillation.cross_tokenizer allows
     another. With server_ip only the tokenizer is read, for cross_tokenizer."""
+    lora_adapter_path: str | None = None
+    """Folder with a PEFT LoRA adapter of that model. Teachers of one model, with or without adapters, that agree in the
+    service's settings share one service, which has the model once."""
 
 
 @dataclass
@@ -325,6 +328,9 @@ class TeacherConfig:
     port."""
     keys: str | None = None
     """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that require keys."""
+    adapter: str | None = None
+    """Name of the adapter that scores, at a running service with several (`serve --adapters`); null takes its model
+    without one."""
     chat_template: str | None = None
     """The teacher's chat template, in place of the student's: a file with a template, a folder with a tokenizer, or the
     template itself. Prompts must fit with both templates."""

@@ -298,7 +298,9 @@ def _normalise(config: Config) -> list[ConfigError]:
     ref = config.actor_rollout_ref.ref.model
     paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (ref, "path"))
     others = ((config.critic.model, "path"), (config.reward_model.model, "path"), (config.trainer, "resume_from_path"))
-    of_teachers = [pair for teacher in teachers for pair in ((teacher.model, "path"), (teacher, "keys"))]
+    of_teachers = [pair for teacher in teachers for pair in (
+        (teacher.model, "path"), (teacher.model, "lora_adapter_path"), (teacher, "keys"),
+    )]  # fmt: skip
     for section, name in (*paths, *others, *of_teachers):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell does not expand a ~ after =

@@ -392,6 +392,15 @@ def _teacher(config: Config) -> Rules:
         "one token to score a sequence",
     )
     yield f"{key}.keys", given or section.keys is None, "needs a running service (server_ip)"
+    yield f"{key}.adapter", given or section.adapter is None, (
+        f"needs a running service (server_ip); the folder of an adapter is {key}.model.lora_adapter_path"
+    )
+    yield f"{key}.model.lora_adapter_path", not given or section.model.lora_adapter_path is None, (
+        f"must be null with {key}.server_ip, whose service has the adapter: {key}.adapter is its name"
+    )
+    yield f"{key}.model.lora_adapter_path", not section.is_stored or section.model.lora_adapter_path is None, (
+        f"needs {key}.model.path, the adapter's model"
+    )
     yield (
         f"{key}.allow_teacher_change", section.cache is None or not section.allow_teacher_change,
         f"must be false with {key}.cache, which keeps scores of one teacher",
@@ -413,10 +422,10 @@ def _several_teachers(config: Config) -> Rules:
         "distillation.ensemble", config.distillation.ensemble == "none" or len(set(keys)) < len(keys),
         f"needs at least two teachers of {NAMED} with the same key",
     )
-    local = sum(teacher.section.is_local for teacher in run_teachers(config))
+    local = len({teacher.service for teacher in run_teachers(config) if teacher.section.is_local})
     yield (
         "distillation.teacher_sharing", config.distillation.teacher_sharing == "memory" or local > 1,
-        f"needs at least two teachers of {NAMED} that this run starts (model.path)",
+        f"needs at least two teachers of {NAMED} that this run starts (model.path), in services of their own",
     )
     if not has_several_teachers(config):
         return
@@ -454,7 +463,8 @@ def _own_teacher(config: Config) -> Rules:
     """Yield the rules of a teacher with the student's own weights."""
     arr = config.actor_rollout_ref
     section, key = arr.teacher, f"{ARR}.teacher.source"
-    given = {"model.path": section.model.path, "server_ip": section.server_ip, "cache": section.cache}
+    given = {"model.path": section.model.path, "model.lora_adapter_path": section.model.lora_adapter_path}
+    given |= {"server_ip": section.server_ip, "cache": section.cache}
     names = [f"{ARR}.teacher.{name}" for name, value in given.items() if value is not None]
     names += [NAMED] if config.distillation.teacher_models else []
     yield key, not names, f"must be model with {', '.join(names)}: a run has one teacher"

@@ -11,6 +11,11 @@ from hybrid_gkd.config.schema import Config
 UNNAMED, NAMED = "actor_rollout_ref.teacher", "distillation.teacher_models"
 DEFAULT_TEACHER = "default"
 """Key of the teacher of all rows that no other teacher scores."""
+OF_SERVICE = (
+    "backend", "dtype", "device", "engine_kwargs", "tensor_model_parallel_size", "num_replicas",
+    "gpu_memory_utilization", "max_model_len", "server_port", "start_timeout",
+)  # fmt: skip
+"""Fields of a teacher's section that are of the service which a run starts; others are of its client."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,10 @@ class RunTeacher:
     """Dotted key of its section."""
     config: Config
     """Configuration of a run with this teacher alone."""
+    service: str = ""
+    """Label of the teacher whose service scores its rows: its own, unless it shares one."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Names and folders of all adapters of the service, if it is its own and the run starts it."""
 
     @property
     def section(self) -> TeacherConfig:
@@ -40,6 +49,13 @@ class RunTeacher:
         return "teacher" if self.where == UNNAMED else f"teacher {self.name}"
 
     @property
+    def adapter(self) -> str | None:
+        """Return the name by which the service knows its adapter; None without one."""
+        section = self.section
+        given, own = section.server_ip is not None, section.model.lora_adapter_path is not None
+        return section.adapter if given else self.name if own else None
+
+    @property
     def weight(self) -> float:
         """Return its weight with distillation.ensemble."""
         return self.section.weight if isinstance(self.section, NamedTeacherConfig) else 1.0
@@ -51,14 +67,37 @@ def run_teachers(config: Config) -> list[RunTeacher]:
     if not config.distillation.enabled:
         return []
     if not named:
-        return [RunTeacher(DEFAULT_TEACHER, UNNAMED, config)]
+        return _with_services([RunTeacher(DEFAULT_TEACHER, UNNAMED, config)])
     alone = dataclasses.replace(config, distillation=dataclasses.replace(config.distillation, teacher_models={}))
     found = [
         RunTeacher(section.key or name, f"{NAMED}.{name}", dataclasses.replace(
             alone, actor_rollout_ref=dataclasses.replace(arr, teacher=section)
         )) for name, section in named.items()
     ]  # fmt: skip
-    return [*found, *([RunTeacher(DEFAULT_TEACHER, UNNAMED, alone)] if arr.teacher.is_set else [])]
+    return _with_services([*found, *([RunTeacher(DEFAULT_TEACHER, UNNAMED, alone)] if arr.teacher.is_set else [])])
+
+
+def _with_services(teachers: list[RunTeacher]) -> list[RunTeacher]:
+    """Let local teachers of one model and the same service settings share a service if any of them has an adapter."""
+    found = list[RunTeacher]()
+    for teacher in teachers:
+        same = [each for each in teachers if has_base_of(each, teacher) and not service_differences(each, teacher)]
+        adapters = tuple((each.name, path) for each in same if (path := each.section.model.lora_adapter_path))
+        first = same[0] if adapters else teacher
+        own = adapters if first is teacher else ()
+        found.append(dataclasses.replace(teacher, service=first.label, adapters=own))
+    return found
+
+
+def has_base_of(teacher: RunTeacher, other: RunTeacher) -> bool:
+    """Return whether this run starts both teachers with one model, adapters aside."""
+    one, two = teacher.section, other.section
+    return one.is_local and two.is_local and one.model.path == two.model.path
+
+
+def service_differences(teacher: RunTeacher, other: RunTeacher) -> list[str]:
+    """Return the fields of OF_SERVICE in which two teachers differ."""
+    return [name for name in OF_SERVICE if getattr(teacher.section, name) != getattr(other.section, name)]
 
 
 def has_several_teachers(config: Config) -> bool:

@@ -97,7 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--reward-fn-key", default="data_source", help="column with the name of the data set, as data.reward_fn_key")
     add("--min-reward", type=_number(-math.inf, math.inf), help="reject completions with a lower reward")
     add("--debug", action="store_true", help="show the traceback of an error")
-    EngineOptions.add_to(parser, without=("n_logprobs", "backend"))
+    EngineOptions.add_to(parser, without=("n_logprobs", "backend", "adapters"))
     options = parser.parse_args(arguments)
     if options.temperature == 0 and options.n > 1:
         parser.error("--n must be 1 with --temperature 0: all greedy completions of a prompt are the same")

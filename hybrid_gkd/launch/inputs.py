@@ -49,6 +49,8 @@ from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.student.pretrained import build_model
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
+from hybrid_gkd.teacher.engines.adapters import check_adapter
+from hybrid_gkd.teacher.engines.engine_table import resolve_backend
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
 from hybrid_gkd.types import GenerationRequest, SampleId, generated_sample
@@ -206,7 +208,13 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
     check_teacher_weights(path, config)
     trusts = config.actor_rollout_ref.model.trust_remote_code
     facts.teacher_tokenizers[label] = load_tokenizer(path, trust_remote_code=trusts)
-    return f"the run will start {path} on {facts.local_teachers[label]}"
+    if (adapter := section.model.lora_adapter_path) is not None:
+        with prefix_errors("actor_rollout_ref.teacher.model.lora_adapter_path"):
+            check_adapter(path, adapter, resolve_backend(section.backend), trust_remote_code=trusts)
+    what = f"{path} with the adapter {adapter}" if adapter is not None else path
+    if teacher.service != label:
+        return f"{what} will be served by {teacher.service}"
+    return f"the run will start {what} on {facts.local_teachers[label]}"
 
 
 def teacher_template(given: str | None) -> str | None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_gkd.config import CheckpointConfig, Config, has_several_teachers, run_teachers
+from hybrid_gkd.config import CheckpointConfig, Config, RunTeacher, has_several_teachers, run_teachers
 from hybrid_gkd.config.loading import examine_config
+from hybrid_gkd.config.teachers import has_base_of, service_differences
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
 from hybrid_gkd.offload.budget import GIB, Memory, TeacherPlacement, has_phase
@@ -122,7 +123,8 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         )
     for teacher in run_teachers(config):
         section = teacher.section
-        where = ", ".join(section.endpoints) if section.server_ip else "started by this run"
+        where = ", ".join(section.endpoints) if section.server_ip else describe_service(config, teacher)
+        where += f" with its adapter {section.adapter}" if section.server_ip and section.adapter else ""
         where = f"scores in {section.cache}" if section.is_stored else where
         where = OWN_WEIGHTS.get(section.source, where).format(decay=section.ema_decay)
         where += f", key {teacher.key}" if has_several_teachers(config) else ""
@@ -133,6 +135,19 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         topk += f" of {config.distillation.candidates}" if config.distillation.given_topk else ""
         lines.append(f"{teacher.label}: {where}, {topk}, {loss}, tail {config.distillation.tail}")
     return tuple(lines)
+
+
+def describe_service(config: Config, teacher: RunTeacher) -> str:
+    """Return which service of this run scores a local teacher's rows, and why not an earlier one with its model."""
+    folder = teacher.section.model.lora_adapter_path
+    adapter = f" with the adapter {folder}" if folder is not None else ""
+    if teacher.service != teacher.label:
+        return f"served by {teacher.service}{adapter}"
+    for other in itertools.takewhile(lambda each: each.label != teacher.label, run_teachers(config)):
+        differ = service_differences(other, teacher)
+        if has_base_of(other, teacher) and differ and (other.adapters or teacher.adapters):
+            return f"started by this run{adapter}, not served by {other.service} (other {', '.join(differ)})"
+    return f"started by this run{adapter}"
 
 
 def memory_lines(plan: RunPlan) -> list[str]:

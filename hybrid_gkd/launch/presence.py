@@ -45,8 +45,8 @@ def check_model_folder(key: str, path: str) -> None:
     if os.path.isdir(path):
         if os.path.isfile(os.path.join(path, "adapter_config.json")):
             raise ModelError(
-                f"{key}: the folder has a LoRA adapter but no model; set it to the base model and, for a student, "
-                f"actor_rollout_ref.model.lora_adapter_path to the folder; got {path!r}"
+                f"{key}: the folder has a LoRA adapter but no model; set it to the base model and, for a student "
+                f"or teacher, model.lora_adapter_path of its section to the folder; got {path!r}"
             )
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ModelError(f"{key}: the folder has no config.json; got {path!r}")

@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--keys", metavar="FOLDER", help="keys of this client, with --addr")
     add("--workers", type=positive, default=1, help="number of model replicas, with --ckpt-path")
     add("--debug", action="store_true", help="show the traceback of an error")
-    EngineOptions.add_to(parser, without=("ckpt_path", "n_logprobs"))
+    EngineOptions.add_to(parser, without=("ckpt_path", "n_logprobs", "adapters"))
     options = parser.parse_intermixed_args(arguments)
     options.overrides = [word for word in options.words if OVERRIDE.fullmatch(word)]
     options.files = [word for word in options.words if not OVERRIDE.fullmatch(word)]
@@ -137,7 +137,8 @@ def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[Teac
         return
     topk = config.distillation.topk
     engine = dataclasses.replace(
-        EngineOptions.parsed(options), n_logprobs=topk, max_model_len=options.max_model_len or config.teacher_length
+        EngineOptions.parsed(options), n_logprobs=topk, max_model_len=options.max_model_len or config.teacher_length,
+        adapters=teacher.adapters,
     )
     service = TeacherProcess(
         options.ckpt_path, n_logprobs=topk, log_path=Path(options.out) / "teacher.log",

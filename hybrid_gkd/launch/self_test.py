@@ -52,7 +52,7 @@ def self_test_config(config: Config, folder: str) -> Config:
     arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
     arr.teacher.source, arr.teacher.cache = "model", None
     data.teacher_prompt_key = data.max_teacher_prompt_length = None
-    arr.teacher.model.path = arr.model.path
+    arr.teacher.model.path, arr.teacher.model.lora_adapter_path, arr.teacher.adapter = arr.model.path, None, None
     if arr.model.lora_adapter_path is not None:  # new adapters of the same shape: the teacher is the base model
         own, arr.model.lora_adapter_path = adapter_config(arr.model), None
         arr.model.lora_rank, arr.model.lora_alpha = own.r, own.lora_alpha

@@ -72,7 +72,7 @@ def connect(
         n_server_workers=1 if config.full_determinism else section.n_server_workers * replicas,
         num_microbatches=section.num_microbatches,
         keys=keys or section.keys, section=teacher.where, allow_change=section.allow_teacher_change,
-        given_topk=config.distillation.given_topk,
+        given_topk=config.distillation.given_topk, adapter=teacher.adapter,
     )
     try:
         served = client.handshake(
@@ -133,7 +133,7 @@ def local_weights(config: Config) -> str:
         return ""
     arguments = json.dumps(asdict(section.engine_kwargs))
     options = EngineOptions(ckpt_path=section.model.path, dtype=section.dtype, engine_kwargs=arguments)
-    return weights_fingerprint(options, resolve_backend(section.backend))
+    return weights_fingerprint(options, resolve_backend(section.backend), section.model.lora_adapter_path)
 
 
 def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int, turns: str = "") -> TeacherProcess:
@@ -155,6 +155,8 @@ def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int, t
         options.append("--trust-remote-code")
     if place.takes_turns:
         options.append(f"--turns={turns}")
+    if teacher.adapters:
+        options += ["--adapters", *(f"{name}={folder}" for name, folder in teacher.adapters)]
     return TeacherProcess(
         section.model.path, port=section.server_port or 0, options=options,
         n_logprobs=max(config.distillation.topk, config.distillation.given_topk),
@@ -199,7 +201,7 @@ class RunTeachers:
         self.clients: dict[str, TeacherClient] = {}
         """Connected teachers by label."""
         self.processes: dict[str, TeacherProcess] = {}
-        """Services of this run by label."""
+        """Services of this run by label of their first teacher."""
         num_threads, taken = threads_per_process(facts.config), set[int]()
         takes_turns, folder = any(place.takes_turns for place in self.places.values()), ""
         if takes_turns:
@@ -236,9 +238,9 @@ class RunTeachers:
         """Connect to the services of this run once they are ready. Raises TeacherError."""
         self.wait_ready()
         for teacher in run_teachers(self.facts.config):
-            local = self.processes.get(teacher.label)
+            local = self.processes.get(teacher.service)
             if local is not None:
-                self._connect(teacher, [local.address], local.keys, replicas=self.places[teacher.label].replicas)
+                self._connect(teacher, [local.address], local.keys, replicas=self.places[teacher.service].replicas)
 
     def _connect(self, teacher: RunTeacher, endpoints: list[str], keys: Path | None = None, replicas: int = 1) -> None:
         other, num_ids = self.facts.other_tokenizers.get(teacher.key), self.facts.num_ids
@@ -257,7 +259,7 @@ class RunTeachers:
                 client = self.clients.get(teacher.label)
                 cached = with_cache(teacher.config, facts.tokenizer, client, facts.num_ids)
                 scores = self.stack.enter_context(cached)
-                if teacher.label in self.places and self.places[teacher.label].takes_turns:
+                if teacher.service in self.places and self.places[teacher.service].takes_turns:
                     seconds = max(each.section.request_timeout for each in run_teachers(facts.config))
                     turns = turns or self.stack.enter_context(contextlib.closing(Turns(seconds)))
                     scores = TeacherInTurn(scores, turns)

@@ -28,6 +28,7 @@ ADAPTER = "default"
 SAVED_PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
 MODEL = "actor_rollout_ref.model"
+ADAPTER_PATH = f"{MODEL}.lora_adapter_path"
 DEFAULT_ALPHA = 16
 NOT_PLAIN = (
     "modules_to_save", "use_dora", "lora_bias", "fan_in_fan_out", "trainable_token_indices", "layer_replication",
@@ -56,9 +57,28 @@ def adapter_config(model: ModelConfig) -> Any:
 
 
 def _given_config(model: ModelConfig, folder: str) -> Any:
+    found, dropout = read_adapter(folder)
+    for name, given, own in (("lora_rank", model.lora_rank or None, found.r),
+                             ("lora_alpha", model.lora_alpha, found.lora_alpha)):  # fmt: skip
+        if given is not None and given != own:
+            raise ConfigError(f"{MODEL}.{name}", f"must be left out or be {own}, as {folder} has it", given)
+    if dropout:
+        logger.warning(
+            "%s: lora_dropout %g of %s is ignored, since with dropout the student would differ from the rollout policy",
+            ADAPTER_PATH, dropout, folder,
+        )
+    found.inference_mode, found.base_model_name_or_path = False, model.path
+    return found
+
+
+def read_adapter(folder: str) -> tuple[Any, float]:
+    """Return PEFT's LoraConfig of an adapter folder, without dropout, and its dropout.
+
+    Raises ConfigError: it is not a LoRA adapter, or more than B @ A.
+    """
     from peft import LoraConfig
 
-    key = f"{MODEL}.lora_adapter_path"
+    key = ADAPTER_PATH
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not Path(folder, name).is_file():
             raise ConfigError(key, f"must be a PEFT folder with {CONFIG_FILE} and {WEIGHTS_FILE}", folder)
@@ -74,17 +94,8 @@ def _given_config(model: ModelConfig, folder: str) -> Any:
     beyond += [] if isinstance(found.init_lora_weights, bool) else ["init_lora_weights"]  # may change the base
     if beyond:
         raise ConfigError(key, f"must be a LoRA adapter without {', '.join(beyond)}", folder)
-    for name, given, own in (("lora_rank", model.lora_rank or None, found.r),
-                             ("lora_alpha", model.lora_alpha, found.lora_alpha)):  # fmt: skip
-        if given is not None and given != own:
-            raise ConfigError(f"{MODEL}.{name}", f"must be left out or be {own}, as {folder} has it", given)
-    if found.lora_dropout:
-        logger.warning(
-            "%s: lora_dropout %g of %s is ignored, since with dropout the student would differ from the rollout policy",
-            key, found.lora_dropout, folder,
-        )
-    found.lora_dropout, found.inference_mode, found.base_model_name_or_path = 0.0, False, model.path
-    return found
+    dropout, found.lora_dropout = found.lora_dropout, 0.0
+    return found, dropout
 
 
 def add_adapters(hf_model: Any, config: Any, dtype: torch.dtype) -> None:
@@ -139,10 +150,11 @@ def adapted_layers(hf_model: Any) -> dict[str, Any]:
     return {name: module for name, module in hf_model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def adapter_weights(hf_model: Any) -> dict[str, nn.Parameter]:
-    """Return name -> A or B, named as in PEFT's files without `SAVED_PREFIX`; empty for a model without adapters."""
+def adapter_weights(hf_model: Any, adapter: str = ADAPTER) -> dict[str, nn.Parameter]:
+    """Return name -> A or B, named as in PEFT's files without `SAVED_PREFIX`; empty for a model without the adapter."""
+    own = f".{adapter}."
     found = hf_model.named_parameters()
-    return {name.replace(f".{ADAPTER}.", "."): weight for name, weight in found if is_adapter(name)}
+    return {name.replace(own, "."): weight for name, weight in found if is_adapter(name) and own in name}
 
 
 def is_adapter(name: str) -> bool:
@@ -169,13 +181,13 @@ def open_adapter(folder: str, weights: dict[str, nn.Parameter]) -> dict[str, Any
         opened = safe_open(file, framework="pt", device="cpu")
         saved = {name.removeprefix(SAVED_PREFIX): opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{MODEL}.lora_adapter_path: cannot read {file}: {error}") from error
+        raise ModelError(f"{ADAPTER_PATH}: cannot read {file}: {error}") from error
     for name in sorted(weights.keys() | saved.keys()):
         shapes = [list(weights[name].shape) if name in weights else None,
                   list(saved[name].get_shape()) if name in saved else None]  # fmt: skip
         if shapes[0] != shapes[1]:
             raise ModelError(
-                f"{MODEL}.lora_adapter_path: {file} does not match the model: {name} is "
+                f"{ADAPTER_PATH}: {file} does not match the model: {name} is "
                 f"{shapes[1] or 'missing'} in the file and {shapes[0] or 'not a weight'} in the model"
             )
     return saved

@@ -8,6 +8,7 @@ from pathlib import Path
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 """Suffixes of files with a model's weights."""
+CONFIGS = ("config.json", "adapter_config.json")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Number and size of evenly spread samples of each file; training changes nearly all weights."""
 MAX_HEADER_BYTES = 100 * 2**20
@@ -25,7 +26,8 @@ def local_folder(path: str) -> Path | None:
 
 
 def fingerprint(path: str) -> str:
-    """Return a hash of config.json, and of name, size, safetensors header and samples of every weight file.
+    """Return a hash of a model's or adapter's config, and of name, size, safetensors header and samples of each weight
+    file.
 
     Empty if the model is not local.
 
@@ -34,7 +36,7 @@ def fingerprint(path: str) -> str:
     folder, found = local_folder(path), hashlib.sha256()
     files = sorted(folder.iterdir()) if folder is not None else []
     for file in files:
-        if file.name != "config.json" and file.suffix not in WEIGHT_SUFFIXES:
+        if file.name not in CONFIGS and file.suffix not in WEIGHT_SUFFIXES:
             continue
         size = file.stat().st_size
         found.update(f"{file.name} {size}\n".encode())

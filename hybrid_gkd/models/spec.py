@@ -50,9 +50,10 @@ class ModelSpec:
 
 def model_spec(
     path: str, override_config: Mapping[str, Any] = MappingProxyType({}), *, trust_remote_code: bool,
-    checkpointing: bool = False, lora: ModelConfig | None = None, classifier: bool = False,
+    checkpointing: bool = False, lora: ModelConfig | str | None = None, classifier: bool = False,
 ) -> ModelSpec:
-    """Return the spec of a causal LM (or a classifier, see `auto_class`) with the adapters of `lora`, if any.
+    """Return the spec of a causal LM (or a classifier, see `auto_class`) with the adapters of `lora`, if any: a
+    student's section, or the folder of an adapter.
 
     Raises ModelError for an unusable configuration or adapters, ConfigError as `read_config` and `add_adapters`.
     """
@@ -140,19 +141,20 @@ def auto_class(hf_config: Any, classifier: bool) -> Any:
     return getattr(transformers, found)
 
 
-def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
-    """Add adapters to a model, compare them with an adapter file if configured, and count them; 0 without LoRA."""
+def _adapter_parameters(model: Any, lora: ModelConfig | str) -> int:
+    """Add adapters to a model, compare them with those of a folder if there is one, and count them; 0 without LoRA."""
     import torch
 
     from hybrid_gkd.models import adapters
 
-    config = adapters.adapter_config(lora)
+    folder = lora if isinstance(lora, str) else lora.lora_adapter_path
+    config = adapters.read_adapter(lora)[0] if isinstance(lora, str) else adapters.adapter_config(lora)
     if config is None:
         return 0
     adapters.add_adapters(model, config, torch.float32)
     weights = adapters.adapter_weights(model)
-    if lora.lora_adapter_path is not None:
-        adapters.open_adapter(lora.lora_adapter_path, weights)
+    if folder is not None:
+        adapters.open_adapter(folder, weights)
     return sum(weight.numel() for weight in weights.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -16,6 +17,7 @@ from hybrid_gkd.config import (
     Config,
     CriticConfig,
     RolloutConfig,
+    RunTeacher,
     has_several_teachers,
     prompts_per_update,
     run_teachers,
@@ -58,7 +60,7 @@ def place_teacher(config: Config, *, device: str, gpus: int) -> TeacherPlacement
 
 
 def place_teachers(config: Config, *, device: str, gpus: int) -> dict[str, TeacherPlacement]:
-    """Return label -> placement of each teacher that the run starts.
+    """Return label -> placement of each service of a teacher that the run starts; label: of its first teacher.
 
     Several teachers on GPUs that no worker needs are spread over these, and where there are more teachers than GPUs
     divide the memory of a GPU evenly or take turns (distillation.teacher_sharing).
@@ -66,7 +68,7 @@ def place_teachers(config: Config, *, device: str, gpus: int) -> dict[str, Teach
     teachers, found = run_teachers(config), dict[str, TeacherPlacement]()
     for teacher in teachers:
         place = place_teacher(teacher.config, device=device, gpus=gpus)
-        found |= {teacher.label: place} if place is not None else {}
+        found |= {teacher.label: place} if place is not None and teacher.service == teacher.label else {}
     exclusive = {label: place.gpus for label, place in found.items() if place.gpus and not place.shares_gpu}
     first, taken = min((own[0] for own in exclusive.values()), default=0), 0
     for label, own in exclusive.items():
@@ -168,7 +170,7 @@ def plan_memory(
         hybrid=arr.hybrid_engine, sleeps=rollout.free_cache_engine, configured_fraction=rollout.gpu_memory_utilization,
         engine=_engine_memory(rollout, student, config.engine_length, device), teachers=dict(teachers),
         teacher_bytes={
-            teacher.label: _teacher_bytes(teacher.config) for teacher in run_teachers(config)
+            teacher.label: _teacher_bytes(teacher) for teacher in run_teachers(config)
             if teacher.label in teachers and teachers[teacher.label].fraction is None
         },
     )  # fmt: skip
@@ -236,18 +238,22 @@ def _largest_reward_batch(config: Config) -> int:
     return min(whole, section.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu)
 
 
-def _teacher_bytes(config: Config) -> tuple[float, float]:
-    """Return the value of `Memory.teacher_bytes`."""
-    teacher = config.actor_rollout_ref.teacher
+def _teacher_bytes(run_teacher: RunTeacher) -> tuple[float, float]:
+    """Return the value of `Memory.teacher_bytes`; each adapter of the service as the largest one."""
+    config, teacher = run_teacher.config, run_teacher.section
     assert teacher.model.path is not None
-    spec = model_spec(teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    read = functools.partial(
+        model_spec, teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+    )
+    spec, adapters = read(), [read(lora=folder).adapter_parameters for _, folder in run_teacher.adapters]
+    parameters = spec.parameters + len(adapters) * max(adapters, default=0)
     plain, longest = is_plain(teacher.backend), config.teacher_length
     as_stored = plain and teacher.dtype == "auto"  # vLLM converts float32 weights to half precision
     itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
     cache = max(TEACHER_TOKENS, longest) * spec.kv_bytes_per_token  # vLLM requires room for one sequence
     beside_weights = _hf_forward_bytes(spec, longest) if plain else cache  # in 16 bits
     ranks = teacher.tensor_model_parallel_size
-    return itemsize * spec.parameters / ranks, itemsize / 2 * beside_weights / ranks
+    return itemsize * parameters / ranks, itemsize / 2 * beside_weights / ranks
 
 
 def is_plain(backend: str) -> bool:

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from hybrid_gkd.compat.vllm.versions import LORA_RANKS
 from hybrid_gkd.offload.residency import MEMORY_OWNERS
-
-LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM supports, the default first."""
 
 
 def show_plan(

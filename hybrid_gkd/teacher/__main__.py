@@ -197,6 +197,8 @@ def status(arguments: argparse.Namespace) -> int:
         print(f"top-k              up to {model.max_topk}")
         print(f"sequence length    up to {model.max_sequence_length} tokens")
         print(f"temperature        {'any' if model.any_temperature else 'only 1.0'}")
+        for adapter in model.adapters or ():
+            print(f"adapter            {adapter.name} (weights {adapter.weights[:12] or 'unknown'})")
     latencies = ", ".join(f"{name} {value:.3f} s" for name, value in state.latency_seconds.items())
     print(f"workers alive      {state.num_workers}")
     for worker in state.workers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import UNSET
 
 from hybrid_gkd.errors import TeacherRefused
 from hybrid_gkd.teacher.protocol import MAX_RANGES, MAX_REQUEST_BYTES, ModelInfo, ScoreRequest
@@ -14,6 +15,9 @@ from hybrid_gkd.types import Reading
 
 def check_request(request: ScoreRequest, readings: Sequence[Reading], model: ModelInfo) -> None:
     """Check a request against the limits of `model`. Raises TeacherRefused: it can never be scored."""
+    names = [each.name for each in model.adapters or ()]
+    if request.adapter is not UNSET and request.adapter not in names:
+        raise TeacherRefused(f"adapter {request.adapter!r} is not one of the service's: {', '.join(names) or 'none'}")
     if request.topk > model.max_topk:
         limit = f"the {model.max_topk} that the server was started with (--n-logprobs)"
         raise TeacherRefused(f"topk {request.topk} is above {limit}")

@@ -17,8 +17,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
-from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherRefused
+from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused
 from hybrid_gkd.teacher.ranges import positions_of
 from hybrid_gkd.types import Reading, TopK
 
@@ -75,6 +76,14 @@ class Message(msgspec.Struct, kw_only=True, tag_field="kind"):
     arrays: tuple[ArraySpec, ...] = ()
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """A LoRA adapter of a service's model."""
+
+    name: str
+    weights: str
+    """`ModelInfo.weights` of the model with this adapter."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model of a worker; the same for all workers of one broker."""
 
@@ -98,13 +107,32 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether requests may name candidates; False in services that do not know them."""
     weights: str = ""
     """Fingerprint of the weights and of the data type of the computation; empty if unknown."""
+    adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET
+    """Adapters that a request may name; not in the messages of a service without them."""
+
+    def with_adapter(self, name: str | None, address: str) -> ModelInfo:
+        """Return the model with an adapter (None: without), as one without further ones.
+
+        Raises TeacherMismatch with the server's address: it has no such adapter.
+        """
+        if name is None:
+            return self
+        found = {each.name: each for each in self.adapters or ()}
+        if name not in found:
+            theirs = ", ".join(found) or "none"
+            what = "adapter (the server's --adapters)"
+            raise TeacherMismatch(f"{address}: {what}: the teacher {self.model} has {theirs}, the student needs {name}")
+        return msgspec.structs.replace(
+            self, model=f"{self.model} with adapter {name}", weights=found[name].weights, adapters=UNSET
+        )
 
     def is_same(self, other: ModelInfo) -> bool:
         """Return whether both are one teacher: by their weights or, if unknown, by their names."""
         return self.weights == other.weights if self.weights and other.weights else self.model == other.model
 
     def __str__(self) -> str:
-        return f"{self.model} (weights {self.weights[:12] or 'unknown'})"
+        adapters = "".join(f", adapter {each.name} {each.weights[:12]}" for each in self.adapters or ())
+        return f"{self.model} (weights {self.weights[:12] or 'unknown'}{adapters})"
 
 
 class Hello(Message, tag="hello"):
@@ -142,6 +170,8 @@ class ScoreRequest(Message, tag="score"):
     """Scored positions of each reading in the format of teacher.ranges."""
     num_ids: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """Scores are normalized over the ids below it; None: over all tokens."""
+    adapter: str | UnsetType = UNSET
+    """Name of the adapter that scores; not in the message: the model without one."""
 
     @property
     def num_tokens(self) -> int:

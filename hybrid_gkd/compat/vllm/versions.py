@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,8 @@ OLDEST_VERSION = (0, 26)
 FIRST_UNSUPPORTED_VERSION = (0, 34)
 MEMORY_GREW_MESSAGE = "Memory usage increased after sleeping."
 """vLLM's message if a GPU has less free memory after an engine fell asleep than before."""
+LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Values of `max_lora_rank`, the default first."""
 CPU_BLOCK_TOKENS = 128
 """Size of a KV block of the CPU backend; every sequence takes whole blocks."""
 
@@ -293,6 +295,19 @@ def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
     quantized = getattr(hf_config, "quantization_config", None) is not None
     overrides = {} if quantized else {"head_dtype": "float32"}
     return {"hf_overrides": overrides, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+
+
+def lora_engine_args(device: str, num_adapters: int, rank: int, layers: Collection[str]) -> dict[str, Any]:
+    """Return arguments of `vllm.LLM` for adapters up to `rank` in layers with these last parts of their names.
+
+    Without the names vLLM adds room for adapters to all layers, and to the head, which then computes only whole
+    batches. On the CPU (torch_ops/lora_ops.py in vLLM 0.26 to 0.32) requests without an adapter in a batch with others
+    use the last of the `max_loras` slots, index -1: one slot stays empty.
+    """
+    return {
+        "enable_lora": True, "max_loras": num_adapters + (device == "cpu"), "lora_target_modules": sorted(layers),
+        "max_lora_rank": next(room for room in LORA_RANKS if room >= rank),
+    }  # fmt: skip
 
 
 class PromptScorer(Protocol):

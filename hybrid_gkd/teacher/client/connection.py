@@ -55,11 +55,13 @@ class StudentNeeds:
 class Connection(Dealer):
     """A socket and the state of its server."""
 
-    def __init__(self, context: zmq.Context, address: str, keys: Keys | None):
+    def __init__(self, context: zmq.Context, address: str, keys: Keys | None, adapter: str | None = None):
         super().__init__(context, address, protocol.MAX_REPLY_BYTES, keys, "clients")
+        self._adapter = adapter
         self._keys_option = f" --keys {keys.folder}" if keys else ""
         self.model: ModelInfo | None = None
-        """The server's model; None while the server is not known to be ready: then only hellos are sent."""
+        """The server's model, with the adapter of the requests; None while the server is not known to be ready: then
+        only hellos are sent."""
         self.instance = ""
         """Id of the server process; changes when the server is restarted."""
         self.is_unknown = True
@@ -104,9 +106,10 @@ class Connection(Dealer):
         )
 
     def on_welcome(self, welcome: protocol.Welcome) -> None:
+        """Take the server's model. Raises TeacherMismatch: it lacks the adapter of the requests."""
         self.foreign_version, self.is_unknown = None, False
         if welcome.model is not None and welcome.num_workers > 0:  # otherwise the next hello asks again
-            self.instance, self.model = welcome.instance, welcome.model
+            self.instance, self.model = welcome.instance, welcome.model.with_adapter(self._adapter, self.address)
 
     def send_heartbeat(self, now: float) -> None:
         """Send a ping every second to a ready server; send hellos more often to another one."""

@@ -34,6 +34,8 @@ class Item:
     temperature: float
     num_ids: int
     """Number of scored token ids: those below it."""
+    adapter: str | None = None
+    """Name of the adapter that scores it; None: the model without one."""
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -78,14 +80,18 @@ class ScoringEngine(ABC):
         self._results: dict[Any, list[TopK | None]] = {}
 
     def add(
-        self, job: Any, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None
+        self, job: Any, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None,
+        adapter: str | None = None,
     ) -> None:
-        """Queue readings within `info`'s limits as a hashable `job`; score the token ids below `num_ids`."""
+        """Queue readings within `info`'s limits as a hashable `job`; score the token ids below `num_ids`.
+
+        `adapter`: one of `info.adapters`; None scores with the model itself.
+        """
         known = min(self.info.vocab_size, self.info.num_embeddings)
         num_ids = known if num_ids is None else min(num_ids, known)
         self._results[job] = [None] * len(readings)
         for index, reading in enumerate(readings):
-            self._queue.append(Item(job, index, reading, k, temperature, num_ids))
+            self._queue.append(Item(job, index, reading, k, temperature, num_ids, adapter))
             self.num_tokens += self._queue[-1].num_tokens
 
     def step(self) -> list[tuple[Any, list[TopK]]]:
@@ -114,11 +120,12 @@ class ScoringEngine(ABC):
         return jobs
 
     def score(
-        self, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None
+        self, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None,
+        adapter: str | None = None,
     ) -> list[TopK]:
         """Run one job on an idle engine."""
         assert not self._results, "the engine is busy"
-        self.add(None, readings, k, temperature, num_ids)
+        self.add(None, readings, k, temperature, num_ids, adapter)
         while True:
             for _, scores in self.step():
                 return scores

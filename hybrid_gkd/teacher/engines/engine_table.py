@@ -13,8 +13,10 @@ import torch
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.fingerprint import fingerprint
+from hybrid_gkd.teacher.engines.adapters import check_adapters
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.protocol import AdapterInfo
 
 ENGINES = {"hf": "HFScoringEngine", "vllm": "VLLMScoringEngine"}
 """Engine classes by backend."""
@@ -22,7 +24,8 @@ OWN_ARGUMENTS = {
     "hf": {"attn_implementation", "dtype", "torch_dtype", "device_map", "trust_remote_code"},
     "vllm": {
         "model", "tokenizer", "runner", "dtype", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len",
-        "enable_prefix_caching", "enable_chunked_prefill", "worker_extension_cls", "trust_remote_code",
+        "enable_prefix_caching", "enable_chunked_prefill", "worker_extension_cls", "trust_remote_code", "enable_lora",
+        "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules",
     },
 }  # fmt: skip
 """Arguments not allowed in --engine-kwargs: they have their own option, or scoring requires a fixed value."""
@@ -40,9 +43,12 @@ def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
     if backend == "hf" and options.tp_size > 1:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
     _check_arguments(options, backend)
+    check_adapters(options, backend)
     module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}_engine")
     engine: ScoringEngine = getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
-    engine.info = msgspec.structs.replace(engine.info, weights=weights_fingerprint(options, backend))
+    weights = weights_fingerprint(options, backend)
+    found = tuple(AdapterInfo(name, weights_fingerprint(options, backend, folder)) for name, folder in options.adapters)
+    engine.info = msgspec.structs.replace(engine.info, weights=weights, adapters=found or msgspec.UNSET)
     return engine
 
 
@@ -51,11 +57,15 @@ def resolve_backend(backend: str) -> str:
     return ("vllm" if vllm_compat.vllm_available() else "hf") if backend == "auto" else backend
 
 
-def weights_fingerprint(options: EngineOptions, backend: str) -> str:
-    """Return `ModelInfo.weights`. The model must have been loaded, so that a hub model is on this machine."""
+def weights_fingerprint(options: EngineOptions, backend: str, adapter: str | None = None) -> str:
+    """Return `ModelInfo.weights` of the model, or with the adapter in a folder.
+
+    The model must have been loaded, so that a hub model is on this machine.
+    """
     given = options.arguments_of(backend)
     how = {"dtype": options.dtype} | {each: given[each] for each in sorted(given) if "quant" in each or "dtype" in each}
     found = fingerprint(options.ckpt_path)
+    found += f" {fingerprint(adapter)}" if found and adapter is not None else ""
     return hashlib.sha256(f"{found} {json.dumps(how)}".encode()).hexdigest() if found else ""
 
 

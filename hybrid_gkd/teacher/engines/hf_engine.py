@@ -13,6 +13,7 @@ from torch import Tensor
 from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, packed_and_alone, to_device
+from hybrid_gkd.teacher.engines.adapters import add_adapter, select_adapter
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import TopK
@@ -45,6 +46,12 @@ class HFScoringEngine(ScoringEngine):
         # The packed attention pads internally, except on a GPU in half precision.
         self._pads = not self._packed or self._model.device.type == "cpu" or self._model.dtype == torch.float32
         self._head: Any = self._model.get_output_embeddings() if self._head_is_separable() else None
+        for name, folder in options.adapters:
+            add_adapter(self._model, name, folder)
+        self._adapter: str | None = None
+        """Adapter of the last forward."""
+        if options.adapters:
+            select_adapter(self._model, None)
 
     @torch.inference_mode()
     def _check_packing(self) -> None:
@@ -102,20 +109,24 @@ class HFScoringEngine(ScoringEngine):
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """Take the readings of the next forward: at least one if any is queued, all of them `alike`.
+        """Take the readings of the next forward: at least one if any is queued, all `alike` and with one adapter.
 
         The token limit includes padding.
         """
         limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
-        items: list[Item] = []
+        items, others = list[Item](), list[Item]()  # others: with another adapter, for a later forward
         longest = total = 0
         while self._queue:
+            if items and self._queue[0].adapter != items[0].adapter:
+                others.append(self._queue.popleft())
+                continue
             length = self._queue[0].num_tokens
             longest, total = max(longest, length), total + length
             size = longest * (len(items) + 1) if self._pads else total
             if items and (size > limit or self._queue[0].alike != items[0].alike):
                 break
             items.append(self._queue.popleft())
+        self._queue.extendleft(reversed(others))
         return items
 
     @torch.inference_mode()
@@ -123,6 +134,9 @@ class HFScoringEngine(ScoringEngine):
         inputs, targets = [item.input_ids for item in items], [item.targets for item in items]
         # [1, T, D] or [B, L, D] hidden states; logits if the head is not separable.
         batch = self._batch(inputs)
+        if items[0].adapter != self._adapter:
+            self._adapter = items[0].adapter
+            select_adapter(self._model, self._adapter)
         output = self._model(**batch).logits if self._head is None else self._model.base_model(**batch)[0]
         lengths = np.array([len(ids) for ids in inputs])
         starts = lengths.cumsum() - lengths if self._packed else output.shape[1] * np.arange(len(lengths))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -24,6 +25,15 @@ def engine_arguments(text: str) -> str:
     return text
 
 
+def adapter(text: str) -> tuple[str, str]:
+    """Return name and folder of `NAME=FOLDER`."""
+    name, _, folder = text.partition("=")
+    if not re.fullmatch(r"[\w-]+", name) or not folder:
+        rule = "must be NAME=FOLDER, with a name of letters, digits, - and _"
+        raise argparse.ArgumentTypeError(f"{rule}; got {text!r}")
+    return name, folder
+
+
 def option(default: Any, help: str, **keywords: Any) -> Any:
     """Return a field whose metadata are keyword arguments of argparse."""
     return field(default=default, metadata={"help": help, **keywords})
@@ -34,6 +44,10 @@ class EngineOptions:
     """Model and execution options of a worker."""
 
     ckpt_path: str = option(MISSING, "model folder with its tokenizer", required=True)
+    adapters: tuple[tuple[str, str], ...] = option(
+        (), "LoRA adapters (PEFT folders) of the model by a name that requests give; others are for the model itself",
+        type=adapter, nargs="+", metavar="NAME=FOLDER",
+    )
     n_logprobs: int = option(64, "largest K of a request", type=positive)
     tp_size: int = option(1, "GPUs per model, tensor parallel (vllm)", type=positive)
     backend: str = option("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
@@ -64,10 +78,12 @@ class EngineOptions:
 
     @classmethod
     def parsed(cls, arguments: argparse.Namespace) -> EngineOptions:
-        given = vars(arguments)
+        given = {**vars(arguments), "adapters": tuple(getattr(arguments, "adapters", ()))}
         return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
 
     def command_line(self) -> list[str]:
         """Return command-line arguments that `parsed` reads as these options."""
         values = {"--" + each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
-        return [name if value is True else f"{name}={value}" for name, value in values.items() if value]
+        adapters = [f"{name}={folder}" for name, folder in values.pop("--adapters")]
+        found = [name if value is True else f"{name}={value}" for name, value in values.items() if value]
+        return [*found, *(["--adapters", *adapters] if adapters else [])]

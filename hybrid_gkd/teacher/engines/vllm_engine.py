@@ -9,6 +9,7 @@ caching is off, because cached blocks have no hidden states.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +23,12 @@ from hybrid_gkd.compat.vllm.llm import load_llm
 from hybrid_gkd.errors import ModelError, TeacherError, describe_error
 from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import to_device
+from hybrid_gkd.teacher.engines.adapters import lora_arguments
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import Reading, TopK
+
+log = logging.getLogger(__name__)
 
 EXTRA_ARGS_KEY = "hybrid_gkd"
 TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
@@ -41,6 +45,7 @@ class VLLMScoringEngine(ScoringEngine):
         vllm_compat.check_version()
         self._items: dict[str, Item] = {}
         self._names = map(str, itertools.count())
+        self._adapters = dict(options.adapters)
         # The last scored token is not read; vLLM must generate one token instead.
         limits = {"max_model_len": info.max_sequence_length, "max_num_seqs": SEQUENCES_PER_STEP[device]}
         try:
@@ -54,36 +59,53 @@ class VLLMScoringEngine(ScoringEngine):
                 "max_num_batched_tokens": TOKENS_PER_STEP[device],
                 "worker_extension_cls": f"{__name__}.WorkerExtension",
                 **limits,
+                **(lora_arguments(options.adapters, device) if options.adapters else {}),
                 **({"enable_sleep_mode": True} if options.turns and device == "cuda" else {}),
                 **vllm_compat.scoring_engine_args(device, config),
                 **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
             }  # fmt: skip
             self._engine = load_llm(llm_class, arguments, options.arguments_of("vllm"), config).llm_engine
             self._engine.collective_rpc("install_row_scorer", args=(info.vocab_size, info.num_embeddings))
-            self._check_scores()
+            base = self._check_scores(None)
+            for adapter in self._adapters:
+                if np.array_equal(self._check_scores(adapter), base):
+                    log.warning("--adapters %s: it does not change the model: it is zero, or not for it", adapter)
         except ModelError:
             raise
         except Exception as error:  # vLLM raises various errors for an unsupported model or device
             raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {describe_error(error)}") from error
 
-    def _check_scores(self) -> None:
-        """Check scores against vLLM's greedy generation. Raises ModelError: its tokens are not the most likely ones."""
+    def _lora(self, adapter: str | None) -> Any:
+        """Return vLLM's LoRARequest of an adapter, which it loads with the first request; None without one."""
+        if adapter is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(adapter, 1 + list(self._adapters).index(adapter), self._adapters[adapter])
+
+    def _check_scores(self, adapter: str | None) -> np.ndarray:
+        """Check scores against vLLM's greedy generation, and return them.
+
+        Raises ModelError: its tokens are not the most likely ones.
+        """
         from vllm import SamplingParams
 
         length = min(4, self.info.max_sequence_length // 2)
         prompt = np.arange(length, dtype=np.int32) % self.info.num_embeddings
         greedy = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
-        self._engine.add_request("check", {"prompt_token_ids": prompt.tolist()}, greedy)
+        lora = self._lora(adapter)
+        self._engine.add_request("check", {"prompt_token_ids": prompt.tolist()}, greedy, lora_request=lora)
         answer: Any = None
         while self._engine.has_unfinished_requests():
             answer = next((output for output in self._engine.step() if output.finished), answer)
         token_ids = np.concatenate([prompt, np.array(answer.outputs[0].token_ids, np.int32)])
         reading = Reading(token_ids=token_ids, positions=np.arange(length, len(token_ids)))
-        (scores,) = self.score([reading], 1, 1.0)
+        (scores,) = self.score([reading], 1, 1.0, adapter=adapter)
         likely = (scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()  # rounding may swap close candidates
         greedy_ids = token_ids[length:].tolist()
         what = f"its greedy tokens {greedy_ids} to be the most likely, not {scores.ids[:, 0].tolist()}"
         vllm_compat.expect(bool(likely), what)
+        return scores.logprobs
 
     def _step(self) -> list[tuple[Item, TopK]]:
         from vllm import SamplingParams
@@ -100,7 +122,8 @@ class VLLMScoringEngine(ScoringEngine):
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how}, skip_clone=True,
             )
-            self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
+            prompt, lora = {"prompt_token_ids": item.input_ids.tolist()}, self._lora(item.adapter)
+            self._engine.add_request(name, prompt, parameters, lora_request=lora)
         done = []
         for output in self._engine.step():
             if output.request_id not in self._items:  # added before a `clear`

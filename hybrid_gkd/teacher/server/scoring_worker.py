@@ -54,9 +54,9 @@ class Work:
     deadline: float
 
     @property
-    def how(self) -> tuple[int, float, int | None]:
+    def how(self) -> tuple[int, float, int | None, str | None]:
         """Arguments of `ScoringEngine.add` besides the readings."""
-        return self.request.topk, self.request.temperature, self.request.num_ids
+        return self.request.topk, self.request.temperature, self.request.num_ids, self.request.adapter or None
 
 
 class BusyTime:

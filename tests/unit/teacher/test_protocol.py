@@ -191,6 +191,29 @@ def test_headers_keep_their_type(message):
     assert frames == []
 
 
+def test_only_messages_about_adapters_have_their_keys():
+    """The bytes of all others are those of services and clients that do not know adapters."""
+    plain = protocol.Welcome(instance="i", num_workers=1, model=MODEL)
+    keys = (
+        "arrays", "attempt", "id", "kind", "lengths", "num_ids", "ranges", "temperature", "timeout_seconds", "topk",
+    )  # fmt: skip
+    assert sorted(on_the_wire(request())) == [*keys]
+    assert not on_the_wire(plain)["model"].keys() - {
+        "any_temperature", "backend", "chat_template", "given_ids", "max_sequence_length", "max_topk", "model",
+        "num_embeddings", "stop_token_ids", "tokenizer_hash", "vocab_size", "weights",
+    }  # fmt: skip
+    adapters = (protocol.AdapterInfo("a", "w"), protocol.AdapterInfo("b", "x"))
+    served = msgspec.structs.replace(MODEL, adapters=adapters)
+    for message in (request(adapter="b"), msgspec.structs.replace(plain, model=served)):
+        assert over_the_wire(protocol.encode_message(message))[0] == message
+    check_request(request(adapter="b"), READINGS, served)
+    assert str(served) == "m (weights unknown, adapter a w, adapter b x)"
+
+
+def on_the_wire(message):
+    return msgspec.msgpack.decode(protocol.encode_message(message)[0][protocol.PREFIX_BYTES :])
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -290,6 +313,8 @@ MODEL = protocol.ModelInfo(
         ({}, [reading([11, 10, 0], [1])], "reading 0 has a scored id 10, which is not one of the 10 token ids"),
         ({"num_ids": 7}, READINGS, "reading 1 has a scored id 7, which is not one of the 7"),
         ({"num_ids": 1}, READINGS, r"topk 2 is above the 1 ids .*\(num_ids\)"),
+        ({"adapter": "a"}, READINGS, "adapter 'a' is not one of the service's: none"),
+        ({"adapter": ""}, READINGS, "adapter '' is not one of the service's: none"),
     ],
 )
 def test_refusals_name_the_reason(changes, readings, text):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import zmq
+from msgspec import UNSET
 
 from hybrid_gkd import teacher_client
 from hybrid_gkd.errors import (
@@ -28,6 +29,9 @@ from hybrid_gkd.types import Reading, TopK
 
 TIMEOUT = 30.0  # seconds; no test waits for it
 STUDENT = {"tokenizer_hash": "h", "tokenizer_size": 50, "max_sequence_length": 32}
+
+
+ADAPTERS = (protocol.AdapterInfo("a", "of a"), protocol.AdapterInfo("b", "of b"))
 
 
 def model_info(**changes):
@@ -531,6 +535,25 @@ def test_a_restarted_server_with_another_teacher_is_refused_unless_allowed(chang
     assert re.search(f"{found}; training continues", caplog.text)
 
 
+def test_a_client_of_an_adapter_names_it_and_notices_when_it_changes():
+    """Above the client, its model is an ordinary one; those of the model itself name none."""
+    batch, changed = make_readings(), (ADAPTERS[0], protocol.AdapterInfo("b", "of another"))
+
+    def replace(server, client, request, readings):
+        server.instance, server.model = "second", model_info(weights="w", adapters=changed)
+
+    with Server(answer, replace, model=model_info(weights="w", adapters=ADAPTERS)) as server:
+        with connect(server) as client:
+            assert client.handshake(**STUDENT).weights == "w"
+            expect_scores(client.submit(batch), batch)
+        with connect(server, adapter="b") as client:
+            served = client.handshake(**STUDENT)
+            assert (served.model, served.weights, served.adapters) == ("m with adapter b", "of b", UNSET)
+            with pytest.raises(TeacherMismatch, match=r"b \(weights of another\), but at the first.*another teacher"):
+                client.submit(batch)[0].result(TIMEOUT)
+        assert [request.adapter for request in server.requests] == [UNSET, "b"]
+
+
 @pytest.mark.slow
 def test_a_score_of_a_new_server_before_its_handshake_is_dropped():
     """Another server takes the address while a request is open, and answers it before the hello."""
@@ -572,6 +595,8 @@ def test_a_score_of_a_new_server_before_its_handshake_is_dropped():
             r"candidates of the student \(distillation.candidates\): the teacher has no scores of given ids",
         ),
         ({"given_ids": True}, {"given_topk": 30}, "the teacher has 8, the student needs 30"),
+        ({}, {"adapter": "c"}, r"adapter \(the server's --adapters\): the teacher m has none, the student needs c"),
+        ({"adapters": ADAPTERS}, {"adapter": "c"}, "the teacher m has a, b, the student needs c"),
     ],
 )
 def test_mismatch_names_both_sides(changes, options, text):
