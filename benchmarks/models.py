@@ -1,4 +1,4 @@
-"""Model folders with random weights in the shapes of Qwen2.5, and random teacher scores.
+"""Model folders with random weights in the shapes of Qwen2.5 (135m: of SmolLM2), and random teacher scores.
 
     python benchmarks/models.py FOLDER --shape 7b         a folder for benchmarks/teacher.py --model
 """
@@ -20,6 +20,8 @@ from hybrid_gkd.types import TopK
 SHAPES = {
     # name: hidden, intermediate, layers, heads, kv heads, vocabulary, tied embeddings
     "tiny": (64, 128, 2, 2, 1, 9001, True),
+    "narrow": (64, 128, 30, 2, 1, 9001, True),
+    "135m": (576, 1536, 30, 9, 3, 49152, True),
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),

@@ -230,6 +230,12 @@ class RecordingGroup:
         self.events.append(("update",))
         return [{"actor/loss": 1.0, "actor/lr": 0.1 * number} for number in range(len(batches[0]))]
 
+    def start_update(
+        self, batches: list[list[MiniBatch]], *, last: bool = True
+    ) -> Callable[[], list[dict[str, float]]]:
+        metrics = self.update(batches, last=last)
+        return lambda: metrics
+
     def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.num_forwards += 1
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]

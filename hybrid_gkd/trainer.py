@@ -165,13 +165,23 @@ class GKDTrainer(PPOTrainer):
                 scored = [with_teacher(sample, found[sample.id]) for sample in samples]
                 samples = [weighting.after_scoring(sample) for sample in scored]
                 return self.train(samples) | self._end_metrics(scored) | weighting.metrics(whole, samples)
-        updates: list[dict[str, float]] = []
+        updates, under_way = list[dict[str, float]](), list[Callable[[], list[dict[str, float]]]]()
+
+        def wait_for_steps(*, left: int) -> None:
+            while len(under_way) > left:
+                with self.clock.span("update_actor"):
+                    updates.extend(under_way.pop(0)())
+
         mini_batches, epochs = self.batches.mini_batches(samples), self.config.actor_rollout_ref.actor.ppo_epochs
         for number, mini_batch in enumerate(mini_batches, start=1):
             own = {sample.id: scores.pop(sample.id) for sample in mini_batch}
             last = number == len(mini_batches) and epochs == 1
-            mini_batches[number - 1], metrics = self._train_mini_batch_as_scored(mini_batch, own, last=last)
-            updates.append(metrics)
+            if not all(score.done() for score in own.values()):  # else the workers get it during the step before
+                wait_for_steps(left=0)
+            mini_batches[number - 1], started = self._start_mini_batch_as_scored(mini_batch, own, last=last)
+            under_way.append(started)
+            wait_for_steps(left=1)
+        wait_for_steps(left=0)
         samples = list(itertools.chain.from_iterable(mini_batches))
         if epochs > 1:
             with self.clock.span("update_actor"):
@@ -182,10 +192,11 @@ class GKDTrainer(PPOTrainer):
         """Return `end_metrics` unless the ends are cut before the teacher scores them."""
         return {} if self._weighting.cuts_before else end_metrics(samples)
 
-    def _train_mini_batch_as_scored(
+    def _start_mini_batch_as_scored(
         self, mini_batch: list[Sample], scores: Scores, *, last: bool
-    ) -> tuple[list[Sample], dict[str, float]]:
-        """Take an optimizer step in parts; return the mini-batch with its scores, and metrics.
+    ) -> tuple[list[Sample], Callable[[], list[dict[str, float]]]]:
+        """Take an optimizer step in parts; return the mini-batch with its scores, and the function of the last part's
+        `start_mini_batch`.
 
         The loss is a sum over tokens, so its gradient does not depend on the parts. Each part but the last fills a
         micro-batch on every worker, since smaller ones would cost more time than they overlap.
@@ -207,8 +218,8 @@ class GKDTrainer(PPOTrainer):
                 waiting.append(scored[each])
             with self.clock.span("update_actor"):
                 if not scores:
-                    metrics = self.train_mini_batch(waiting, num_tokens, last=last)
-                    return [scored[sample.id] for sample in mini_batch], metrics
+                    started = self.start_mini_batch(waiting, num_tokens, last=last)
+                    return [scored[sample.id] for sample in mini_batch], started
                 if not missing():
                     count = batches.count_full(waiting)
                     self.group.accumulate(batches.parts(waiting[:count], num_tokens))

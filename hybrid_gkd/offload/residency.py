@@ -99,18 +99,26 @@ class Residency:
         """Partly acquired owners -> bytes still missing."""
         self._free_bytes = free_bytes
         self._seconds: dict[str, float] = {}
-        self._bytes: dict[tuple[str, str], int] = {}
+        self._present: dict[str, list[str]] = {}
+        """Phase -> owners on the device when it was last entered, without leaving ones."""
 
-    def enter(self, phase: str, *, finish: bool = True, changes: bool = True) -> None:
+    def enter(
+        self, phase: str, *, finish: bool = True, changes: bool = True, beside: str | None = None, reserve: int = 0
+    ) -> None:
         """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other movable ones.
 
         Without `finish` other owners are released at the next `enter`, or when their memory is needed. Without
         `changes` host copies stay valid also in one of `CHANGING`, since the content is only read.
 
+        `beside`: a phase that follows soon. Its owners that are present stay if there are `reserve` bytes for
+        allocations of `phase` beside them.
+
         Raises:
             DeviceMemoryError: a memory owner does not fit after the others have been released.
         """
         wanted, owners = RESIDENCY[phase], self._owners
+        if beside is not None and self._room(reserve + MARGIN_BYTES) > 0:
+            wanted |= RESIDENCY[beside]
         leaving = self._unwanted(wanted)
         for name in leaving:
             self._timed(f"release {name}", owners[name].start_release)
@@ -126,8 +134,7 @@ class Residency:
         if changes:
             for name in CHANGING.get(phase, frozenset()) & set(owners):
                 owners[name].changed()
-        self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
-        self._bytes |= {(phase, name): owners[name].num_bytes() for name in self._resident.difference(leaving)}
+        self._present[phase] = [name for name in owners if name in self._resident.difference(leaving)]
 
     def prepare(self, phase: str, *, reserve: int = 0, most: int = sys.maxsize) -> int:
         """Start copies that entering `phase` will need, without waiting; return the bytes being acquired.
@@ -203,6 +210,7 @@ class Residency:
         return seconds
 
     def bytes_by_phase(self) -> dict[tuple[str, str], int]:
-        """Return (phase, owner) -> bytes on the device when the phase was last entered; absent or leaving owners have
-        no entry."""
-        return dict(self._bytes)
+        """Return (phase, owner) -> present size of the owners that were on the device when the phase was last entered;
+        absent or leaving ones have no entry."""
+        sizes = {name: owner.num_bytes() for name, owner in self._owners.items()}
+        return {(phase, name): sizes[name] for phase, names in self._present.items() for name in names}

@@ -82,7 +82,7 @@ class PPOTrainer:
         with_reference          the reference policy's log-probabilities, if the loss needs them
         train                   all optimizer steps on samples that have their signals
         train_mini_batches      optimizer steps on whole mini-batches of `batches.mini_batches`
-        train_mini_batch        one optimizer step, on the last part of a mini-batch
+        start_mini_batch        one optimizer step, on the last part of a mini-batch, without waiting for it
         batches, group, clock   batching, the workers, spans for the time of each phase
         generation.on_finished  callbacks with samples as they leave the rollout engine
         validators              callbacks with the samples of a validation
@@ -297,14 +297,24 @@ class PPOTrainer:
         with self._changing_weights(steps=len(mini_batches)):
             return self.group.update(self.batches.shares(mini_batches))
 
-    def train_mini_batch(self, part: list[Sample], num_tokens: int, *, last: bool) -> dict[str, float]:
-        """Take an optimizer step on a mini-batch of `num_tokens` trained tokens, given its last part.
+    def start_mini_batch(
+        self, part: list[Sample], num_tokens: int, *, last: bool
+    ) -> Callable[[], list[dict[str, float]]]:
+        """Start an optimizer step on a mini-batch of `num_tokens` trained tokens, given its last part.
 
-        `last`: whether this is the last optimizer step of the update.
+        Returns a function that waits for its metrics. The next step may be started before; if this one fails, the
+        workers refuse it. `last`: whether this is the last optimizer step of the update.
         """
         shares = [[each] for each in self.batches.parts(part, num_tokens)]
-        with self._changing_weights(steps=1):
-            return self.group.update(shares, last=last)[0]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._changing_weights(steps=1))
+            finish, under_way = self.group.start_update(shares, last=last), stack.pop_all()
+
+        def wait() -> list[dict[str, float]]:
+            with under_way:
+                return finish()
+
+        return wait
 
     @contextlib.contextmanager
     def _changing_weights(self, *, steps: int) -> Iterator[None]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from hybrid_gkd.compat.torch import local_shard
 
 
 class MovingAverage:
@@ -50,8 +51,4 @@ class MovingAverage:
 
     def _local(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's shards of each average and its parameter."""
-        return [(_shard(own), _shard(each)) for own, each in zip(self.tensors, self._parameters, strict=True)]
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return [(local_shard(own), local_shard(each)) for own, each in zip(self.tensors, self._parameters, strict=True)]

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from hybrid_gkd.compat.torch import abandon_backward
+from hybrid_gkd.compat.torch import ShardAdamW, abandon_backward, local_shard, scale_each
 from hybrid_gkd.compat.transformers import block_classes
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig, ScheduleConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
@@ -98,13 +97,16 @@ class ShardedModel:
         else:
             shape = (self.world_size // shard_size, shard_size)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self._shard_group = mesh.get_group(mesh.ndim - 1)
         reduce_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         self._saved = set(self.hf_model.state_dict())
         self._blocks = decoder_blocks(self.hf_model)  # before fully_shard, which changes class names
-        for blocks in block_groups(self._blocks):
-            fully_shard(blocks, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
+        groups = block_groups(self._blocks)
+        for blocks in groups:
+            frees = self.fsdp.reshard_after_forward and blocks is not groups[-1]  # the backward pass begins with these
+            fully_shard(blocks, reshard_after_forward=frees, **options)
         if new_head:
             fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32), reshard_after_forward=False)
         # The backward pass needs the head's weight first: do not free it in between.
@@ -116,16 +118,19 @@ class ShardedModel:
         self.adapters = None if lora is None else Adapters(self.hf_model, lora)
         if lora is not None:
             initialize_adapters(self.hf_model, seed=seed, folder=model.lora_adapter_path)
+        parameters = [*self.hf_model.parameters()]  # the shards; during a pass the model has the gathered ones
+        self._trained = [p for p in parameters if p.requires_grad]
+        self._frozen = [p for p in parameters if not p.requires_grad]
         fused = device.type == "cuda"
-        self.optimizer = None if optim is None else make_optimizer(self.hf_model, optim, fused=fused)
+        self.optimizer = None if optim is None else make_optimizer(self._trained, optim, fused=fused)
 
     def parameters(self) -> list[Tensor]:
         """Return this rank's shards of the trained parameters."""
-        return [p for p in self.hf_model.parameters() if p.requires_grad]
+        return self._trained
 
     def frozen_parameters(self) -> list[Tensor]:
         """Return this rank's shards of the frozen parameters: with LoRA all but the adapters."""
-        return [p for p in self.hf_model.parameters() if not p.requires_grad]
+        return self._frozen
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return this rank's shards of the optimizer state; empty before the first step."""
@@ -160,10 +165,20 @@ class ShardedModel:
         abandon_backward(self.model)
         self.model.zero_grad()
 
+    @torch.no_grad()
     def clip_grad_norm(self, largest: float) -> Tensor:
-        """Clip the gradients to a norm of `largest`; return their global norm before clipping, on the device."""
-        norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), largest)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """Clip the gradients to a norm of `largest`; return their global norm before clipping, on the device.
+
+        As torch's clip_grad_norm_, on local shards: DTensor's dispatch costs more than the operations of a small model.
+        """
+        grads = [local_shard(p.grad) for p in self._trained if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if self._shard_group.size() > 1:
+            squared = norm**2.0
+            dist.all_reduce(squared, group=self._shard_group)
+            norm = squared**0.5
+        scale_each(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next optimizer step."""
@@ -257,14 +272,13 @@ def compile_blocks(model: Any) -> None:
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
+def make_optimizer(trained: list[Tensor], config: OptimConfig, *, fused: bool) -> ShardAdamW:
     """Create AdamW with weight decay on matrices only, not on biases and norms."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused, foreach=not fused)
+    return ShardAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused, foreach=not fused)
 
 
 def learning_rate(config: ScheduleConfig, update: int, num_updates: int) -> float:

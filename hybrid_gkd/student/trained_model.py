@@ -161,7 +161,7 @@ class TrainedModel(ShardedModel):
 
     def _add(self, sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
         for name, value in parts.items():
-            sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
+            sums[name] = sums[name] + value if name in sums else value
 
     def _seed(self) -> None:
         """Seed architectures that draw random numbers (PhiMoE's router), reproducibly after a resume."""

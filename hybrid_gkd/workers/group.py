@@ -200,7 +200,14 @@ class WorkerGroup:
         self.actors.call("accumulate", shares=parts)
 
     def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
-        """Take an optimizer step per mini-batch; return the metrics of each.
+        """Take an optimizer step per mini-batch; return the metrics of each. Arguments: see `start_update`."""
+        return self.start_update(batches, last=last)()
+
+    def start_update(
+        self, batches: list[list[MiniBatch]], *, last: bool = True
+    ) -> Callable[[], list[dict[str, float]]]:
+        """Send mini-batches to the workers, which take an optimizer step on each; return a function that waits for
+        their metrics.
 
         `batches`: mini-batches of each worker. `last`: no other call for the same rollout follows. Parts of the first
         mini-batch may have been accumulated before. Its first micro-batch is sent ahead, so that the workers compute
@@ -212,8 +219,12 @@ class WorkerGroup:
             calls = self.actors.start("accumulate", shares=ahead)
             batches = [[first, *share[1:]] for first, share in zip(rest, batches, strict=True)]
         calls |= self.actors.start("update", last=last, shares=batches)
-        metrics: list[dict[str, float]] = gather("update", calls)[-1]
-        return metrics
+
+        def wait() -> list[dict[str, float]]:
+            metrics: list[dict[str, float]] = gather("update", calls)[-1]
+            return metrics
+
+        return wait
 
     def _merge_results(self, method: str, shares: list[Any]) -> dict[Any, Any]:
         """Call a method on the training workers with a part each, and merge the returned dictionaries."""

@@ -120,7 +120,7 @@ class Updater:
         """Call `compute` with a part; if memory runs out, and `again`, repeat the mini-batch so far in halves."""
         whole = dataclasses.replace(part, micro_batches=(*self._accumulated, *part.micro_batches))
         try:
-            self._enter(self.phases.update)
+            self._enter(self.phases.update, **self._kept_from_last_step(part))
             if not self._accumulated:
                 self.meter.start()
             result = compute(part)
@@ -137,9 +137,23 @@ class Updater:
         self.meter.trim()
         return self._attempt(compute, halves, again=False)
 
+    def _peak_bytes(self, tokens: int) -> int:
+        """Return the expected peak of a mini-batch whose largest micro-batch has `tokens` tokens; 0: unknown.
+
+        A larger micro-batch than before may need more by the same factor.
+        """
+        if not self._largest_micro_batch:
+            return 0
+        return round(self._peak_activation_bytes * max(1.0, tokens / self._largest_micro_batch))
+
+    def _kept_from_last_step(self, part: MiniBatch) -> dict[str, Any]:
+        """Return the arguments of `Residency.enter` that keep the optimizer state from one step to the next."""
+        peak = self._peak_bytes(largest_micro_batch(part.micro_batches))
+        present = self.meter.present() if self._accumulated else 0
+        return {"beside": self.phases.step, "reserve": peak - present} if peak else {}
+
     def _update(self, batch: MiniBatch) -> dict[str, float]:
-        micro_batches = (*self._accumulated, *batch.micro_batches)
-        tokens = max(sum(sample.num_tokens for sample in micro_batch) for micro_batch in micro_batches)
+        tokens = largest_micro_batch((*self._accumulated, *batch.micro_batches))
         arriving = 0
 
         @contextlib.contextmanager
@@ -154,9 +168,8 @@ class Updater:
                 nonlocal arriving, reserve
                 taken = self.meter.taken() - arriving
                 self._peak_activation_bytes = max(self._peak_activation_bytes, taken)
-                if reserve < 0:  # a larger micro-batch than before may need more by the same factor
-                    growth = max(1.0, tokens / self._largest_micro_batch)
-                    reserve = round(self._peak_activation_bytes * growth) - (self.meter.present() - before)
+                if reserve < 0:
+                    reserve = self._peak_bytes(tokens) - (self.meter.present() - before)
                 most = -(-self.residency.missing(self.phases.step) // left)
                 arriving += self.residency.prepare(self.phases.step, reserve=reserve, most=most)
 
@@ -170,9 +183,9 @@ class Updater:
 
         return self.model.update(batch, around_last=around_last(), before_step=before_step)
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: str, **options: Any) -> None:
         started = time.perf_counter()
-        self.residency.enter(phase)
+        self.residency.enter(phase, **options)
         self._copy_seconds += time.perf_counter() - started
 
     def take_seconds(self) -> dict[str, float]:
@@ -190,6 +203,11 @@ class Updater:
             "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or lower the gpu_memory_utilization "
             f"of vLLM or a teacher on this GPU. {reason}"
         )
+
+
+def largest_micro_batch(micro_batches: tuple[tuple[Sample, ...], ...]) -> int:
+    """Return the tokens of the largest micro-batch."""
+    return max((sum(sample.num_tokens for sample in each) for each in micro_batches), default=0)
 
 
 def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:

@@ -363,12 +363,12 @@ def plant_out_of_memory(group, direction, times):
                 raise torch.OutOfMemoryError("CUDA out of memory, planted")
 
         def clip(*_):
-            torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+            torch.nn.utils.get_total_norm = get_total_norm
             raise torch.OutOfMemoryError("CUDA out of memory, planted")
 
-        block, clip_grad_norm_ = worker.actor.hf_model.model.layers[1], torch.nn.utils.clip_grad_norm_
+        block, get_total_norm = worker.actor.hf_model.model.layers[1], torch.nn.utils.get_total_norm
         if direction == "clip":
-            torch.nn.utils.clip_grad_norm_ = clip
+            torch.nn.utils.get_total_norm = clip
         elif direction == "forward":
             block.register_forward_pre_hook(fail)
         else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 import time
 
@@ -198,6 +199,7 @@ def update_at_once(*overrides):
 ON_REWARDS = ["distillation.enabled=false", "reward.answer_key=answer"]
 REWARDS = ["distillation.use_task_rewards=true", "reward.answer_key=answer"]
 POLICY = ["distillation.loss_mode=k1", "distillation.use_policy_gradient=true"]
+ONE_PROMPT = "actor_rollout_ref.actor.ppo_mini_batch_size=1"
 TWO_STEPS = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
 
@@ -219,6 +221,57 @@ def test_gkd_computes_what_its_loss_needs_and_no_more(overrides, rewards, old_lo
     assert {"old_logprobs" in item.signals for item in items} == {old_logprobs}
     assert group.num_forwards == old_logprobs
     assert ("reward/mean" in metrics) == rewards
+
+
+@pytest.mark.parametrize(
+    ("unscored", "events"),
+    [
+        ((), ["start 1", "start 2", "end 1", "start 3", "end 2", "end 3"]),
+        ((2, 3), ["start 1", "end 1", "start 2", "start 3", "end 2", "end 3"]),
+    ],
+)
+def test_the_workers_get_a_mini_batch_during_the_step_before_if_it_is_scored(unscored, events):
+    teacher = LocalTeacher(scores, delay=None)
+    trainer, group, rollout = make(
+        GKDTrainer, ONE_PROMPT, teacher=teacher, check_teacher=lambda: teacher.answer(*map(name, unscored))
+    )
+    found = record_steps(group)
+    trainer.generation.on_finished[0](1, pairs(rollout))
+    teacher.answer(*(name(place) for place in range(6) if place not in unscored))
+    metrics = trainer._update_actor(rollout)
+    assert found == events
+    assert metrics["actor/loss"] == 2
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_weights_are_those_of_the_step_before_if_the_first_of_several_steps_is_refused(fails):
+    """The next one has been sent by then; the workers refuse it too."""
+    trainer, group, rollout = make(GKDTrainer, ONE_PROMPT, teacher=LocalTeacher(scores))
+    found = record_steps(group, fails)
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer._update_actor(rollout)
+    assert found[-2:] == [f"start {fails + 1}", f"end {fails}"]
+    assert trainer._weights_consistent == (fails == 1)
+
+
+def record_steps(group, fails=None):
+    """Return a list that gets the starts and ends of the group's optimizer steps; the loss of each is its number."""
+    events, numbers = [], itertools.count(1)
+
+    def start_update(batches, *, last):
+        number = next(numbers)
+        events.append(f"start {number}")
+
+        def wait():
+            events.append(f"end {number}")
+            if number == fails:
+                raise TrainingError("the loss is not finite")
+            return [{"actor/loss": float(number)}]
+
+        return wait
+
+    group.start_update = start_update
+    return events
 
 
 def test_nothing_is_trained_when_one_sample_has_no_scores():

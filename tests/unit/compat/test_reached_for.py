@@ -3,6 +3,8 @@
 wandb: tests/unit/reporting/test_dashboard.py, against a server. vLLM: test_vllm_llm.py and tests/integration.
 """
 
+import importlib
+
 import pytest
 import ray
 import torch
@@ -10,10 +12,11 @@ from ray._private.services import get_node_ip_address
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_gkd.compat.ray import on_loopback
-from hybrid_gkd.compat.torch import abandon_backward, copy_each
+from hybrid_gkd.compat.torch import ShardAdamW, abandon_backward, copy_each, local_shard, scale_each
 from hybrid_gkd.compat.transformers import block_classes, mixes_in_attention_only, unneeded_keys, use_attention
 from hybrid_gkd.testing import single_process_group
 
@@ -48,6 +51,32 @@ def test_tensors_are_copied_to_others_of_another_type():
     targets = [torch.empty_like(each, dtype=torch.bfloat16) for each in sources]
     copy_each(targets, sources)
     assert [each.float().tolist() for each in targets] == [each.tolist() for each in sources]
+
+
+def test_tensors_are_multiplied_in_place():
+    tensors = [torch.arange(3.0), torch.ones(2, 2)]
+    scale_each(tensors, torch.tensor(0.5))
+    assert [each.tolist() for each in tensors] == [[0, 0.5, 1], [[0.5, 0.5], [0.5, 0.5]]]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_on_local_shards_are_those_of_torch(fused, monkeypatch):
+    module, types = importlib.import_module("torch.optim.adam"), []
+    adam = module.adam
+    monkeypatch.setattr(module, "adam", lambda *lists, **how: (types.append(type(lists[0][0])), adam(*lists, **how)))
+    with single_process_group():
+        models = [fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,))) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        for model, kind in zip(models, (torch.optim.AdamW, ShardAdamW), strict=True):
+            optimizer = kind(model.parameters(), fused=fused, foreach=not fused)
+            for _ in range(2):
+                model(torch.ones(2, 3)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = [[local_shard(each.detach()).tolist() for each in model.parameters()] for model in models]
+    assert found[0] == found[1]
+    assert [issubclass(each, DTensor) for each in types] == [True, True, False, False]
+    assert {type(values["exp_avg"]) for values in optimizer.state.values()} == {DTensor}
 
 
 def test_a_model_says_what_it_is_made_of():

@@ -118,6 +118,18 @@ def test_what_is_only_read_keeps_its_copies_on_the_host():
                 ] == copied  # fmt: skip
 
 
+@pytest.mark.parametrize(("reserve", "leaves"), [(56, []), (57, ["-optimizer_state"])])
+def test_what_a_phase_that_follows_needs_stays_if_there_is_room(reserve, leaves):
+    """Besides the margin, of 4 GiB."""
+    residency, device = make(total=121 * GIB, resident=("actor_params", "optimizer_state"))
+    residency.enter("optimizer_step")
+    left = device.free - 4 * GIB
+    found = moves(residency, device, "update", beside="optimizer_step", reserve=left + (reserve - 57) * GIB)
+    assert found == [leaves]
+    assert moves(residency, device, "optimizer_step") == [["+optimizer_state"] if leaves else []]
+    assert "-optimizer_state" in moves(residency, device, "update")[0]  # the present weights are not on the host
+
+
 def test_with_room_for_both_nothing_waits_for_what_leaves():
     residency, device = make(total=200 * GIB)
     assert moves(residency, device, *STEP) == [

@@ -141,6 +141,21 @@ def test_no_more_of_it_comes_early_than_the_micro_batch_leaves_room_for(total):
     assert 0 < early[-1] < early[1] < STATE / GIB
 
 
+@pytest.mark.parametrize(("total", "moves"), [(80, 1), (60, 3)])
+def test_between_the_steps_of_a_rollout_the_optimizer_state_stays_if_there_is_room(total, moves):
+    """Parameters take 14 GiB, the state 28, gradients 14, the margin 4; activations a little more."""
+    updater, state = make_updater(total * GIB)
+    train(updater, 512)
+    released, release = [], state.release
+    state.release = lambda: (released.append(None), release())
+    batch = MiniBatch(micro_batches=((SimpleNamespace(num_tokens=512),),), num_tokens=512)
+    for number in range(3):
+        updater.update([batch], last=number == 2)
+    updater.residency.enter("publish")
+    assert len(released) == moves
+    assert state.there == 0
+
+
 def test_what_follows_a_part_that_has_failed_is_no_step():
     """It was on its way when the part failed."""
     updater, _ = make_updater(80 * GIB)
