@@ -118,7 +118,7 @@ def _compared(teacher: Tokens, student: Tokens) -> Alignment:
     places = np.searchsorted(teacher.ends, student.ends)
     inside = np.minimum(places, max(0, len(teacher.ids) - 1))
     written = student.ends > student.starts
-    reach = int(teacher.ends[-1]) if len(teacher.ids) else 0
+    reach = int(teacher.ends[-1]) if len(teacher.ids) else -1  # a token may spell a space before the text and end at 0
     covered = written & (student.ends <= reach)
     same = covered.copy()
     if len(teacher.ids):
@@ -206,9 +206,7 @@ def _converted(future: Future[TopK], convert: functools.partial[TopK], thread: E
     return found
 
 
-def student_scores(
-    events: TokenEvents, alignment: Alignment, scores: TopK | None, *, spans: TokenSpans | None
-) -> TopK:
+def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | None, *, spans: TokenSpans | None) -> TopK:
     """Return the teacher's scores of its tokens as scores of the student's, with events as candidates.
 
     All of the mass of a token that is not scored is in the tail, on both sides: it has no effect. `sampled_logprobs`
@@ -274,11 +272,10 @@ def _in_columns(
 
 def _fill_gaps(ids: np.ndarray, num_ids: int) -> None:
     """Replace each -1 by an id that its row does not have: the lowest ones."""
-    num_rows, columns = ids.shape
-    most = min(2 * columns, num_ids)
-    free = np.ones((num_rows, most), bool)
-    rows, places = np.nonzero((ids >= 0) & (ids < most))
-    free[rows, ids[rows, places]] = False
     gaps = ids < 0
-    free &= np.cumsum(free, 1) <= gaps.sum(1)[:, None]
+    num_gaps, low = gaps.sum(1), ~gaps & (ids < 2 * ids.shape[1])
+    free = np.ones((len(ids), min(num_ids, (num_gaps + low.sum(1)).max(initial=0))), bool)
+    rows, places = np.nonzero(low & (ids < free.shape[1]))
+    free[rows, ids[rows, places]] = False
+    free &= np.cumsum(free, 1) <= num_gaps[:, None]
     ids[gaps] = np.nonzero(free)[1]

@@ -69,6 +69,8 @@ class TokenEvents:
         self.num_ids, self.num_columns, self.is_same = num_ids, num_columns, teacher is student
         self.largest = max(1, int(LARGEST_EVENT * num_columns))
         """Most tokens of the student in an event."""
+        self.longer: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        """First tokens of the teacher in a token of the student that it splits -> such tokens."""
         if self.is_same:
             self.event = self.members = np.arange(num_ids, dtype=np.int32)
             self.offsets = np.arange(num_ids + 1)
@@ -76,8 +78,6 @@ class TokenEvents:
         self.first = _first_tokens(teacher, student)
         """int32: the first token of the student in the bytes of each of the teacher's; -1: none."""
         owners = _owners(teacher, student)
-        self.longer: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        """First tokens of the teacher in a token of the student that it splits -> such tokens."""
         for number, owner in enumerate(owners[:num_ids]):
             for length in range(1, len(owner)):
                 if len(self.longer[owner[:length]]) < self.largest:

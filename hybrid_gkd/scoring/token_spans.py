@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +29,9 @@ LEAVES, LEAST = 16, 1e-3
 CACHED = 1 << 18
 """Outcomes and prefixes to keep."""
 
-Context = tuple[bytes, bytes, tuple[int, ...]]
-"""Of a pair: the row's bytes before the teacher's token, this token's bytes before the row, the tokens before it."""
+Context = tuple[bytes, bytes, tuple[int, ...] | None]
+"""Of a pair: the row's bytes before the teacher's token, this token's bytes before the row, and the teacher's tokens
+in the former; None: these are not exactly them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,21 @@ class TokenSpans:
         self._sorted = [self._spelled[number] for number in order]
         self._ranks = np.argsort(order)
         """Place of each token of the teacher in the order of bytes, where those with a prefix are consecutive."""
+        self._lists = {key: number for number, key in enumerate(events.longer)}
+        """Number of each list of longer tokens."""
+        self._lists_with = defaultdict[int, list[int]](list)
+        """Numbers of the lists that have a token."""
+        for number, members in enumerate(events.longer.values()):
+            for member in members:
+                self._lists_with[member].append(number)
         self._range = functools.lru_cache(CACHED)(self._range_of_prefix)
         self._clear()
 
     def _clear(self) -> None:
         self._contexts, self._outcomes = dict[Context, int](), dict[int, int]()
         """Numbers of contexts, and of outcomes by context and candidate."""
-        self._ends, self._members = array("q", [0]), array("q")
-        """Tokens of the student in outcome o: members[ends[o] : ends[o + 1]]."""
+        self._members, self._nodes = _Rows(), _Rows()
+        """Of each outcome: its tokens of the student, ascending, and what connects it with others (`_new_outcomes`)."""
 
     def find(self, tokens: Tokens, scores: TopK, own: Tokens) -> tuple[Events, np.ndarray]:
         """Return the events of the rows, and the log-probability of each row's own token, float64 [S].
@@ -92,19 +102,20 @@ class TokenSpans:
             logprobs[deeper] = logprobs[deeper - 1] + sampled[places[deeper] - 1]
         covered = self._prefix_logprobs(candidates, last, self._prefixes(tokens, last, own.ends))
         own_logprobs = logprobs[ends - 1] + np.where(tokens.ends[last] > own.ends, covered, sampled[last])
-        possible = candidates.likely[places]
-        possible[candidates.is_own[places] & (np.diff(np.repeat(np.arange(len(ends)), counts), append=-1) == 0)[:, None]] = False
+        continues = np.ones(len(places), bool)
+        continues[ends - 1] = False
+        possible = candidates.likely[places] & ~(candidates.is_own[places] & continues[:, None])
         pairs, columns = np.nonzero(possible)
         at = places[pairs], columns
-        outcomes = self._outcomes_of(self._contexts_of(tokens, first, last, own.starts, read), pairs, candidates.ids[at])
+        contexts = self._contexts_of(tokens, first, last, own.starts, read)
+        outcomes = self._outcomes_of(contexts, pairs, candidates.ids[at])
         masses = np.exp(logprobs[pairs] + candidates.logprobs[at])
-        rows = np.repeat(np.arange(len(ends)), counts)[pairs]
-        return _joined(self.events, rows, masses, outcomes, own.ids), own_logprobs
+        return self._joined(np.repeat(np.arange(len(ends)), counts)[pairs], masses, outcomes, own.ids), own_logprobs
 
     def _prefixes(self, tokens: Tokens, places: np.ndarray, ends: np.ndarray) -> list[bytes]:
         """Return the bytes of tokens up to a place in the text."""
-        lengths = np.maximum(0, ends - tokens.starts[places]).tolist()
-        return [self._spelled[number][:length] for number, length in zip(tokens.ids[places].tolist(), lengths, strict=True)]
+        lengths, ids = np.maximum(0, ends - tokens.starts[places]).tolist(), tokens.ids[places].tolist()
+        return [self._spelled[number][:length] for number, length in zip(ids, lengths, strict=True)]
 
     def _range_of_prefix(self, prefix: bytes) -> tuple[int, int]:
         start = bisect.bisect_left(self._sorted, prefix)
@@ -126,100 +137,114 @@ class TokenSpans:
         lead, ids, found = self.events.student.lead, tokens.ids.tolist(), list[Context]()
         missing = np.maximum(0, tokens.starts[first] - starts).tolist()  # spelled by the student before the text
         for start, end, space, before in zip(first.tolist(), last.tolist(), missing, read, strict=True):
-            context = lead[:space], before, ()
-            found.append(context)
+            text, path = lead[:space], None if space or before else tuple[int, ...]()
+            found.append((text, before, path))
             for number in ids[start:end]:
-                text, before, path = context
-                context = text + self._spelled[number][len(before) :], b"", (*path, number)
-                found.append(context)
+                text, before = text + self._spelled[number][len(before) :], b""
+                path = None if path is None else (*path, number)
+                found.append((text, before, path))
         return found
 
-    def _outcomes_of(
-        self, contexts: list[Context], pairs: np.ndarray, numbers: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of tokens of the student in each outcome, [O], and all of these tokens."""
+    def _outcomes_of(self, contexts: list[Context], pairs: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of outcomes, [O]."""
         if len(self._outcomes) > CACHED:
             self._clear()
         known = np.array([self._contexts.setdefault(each, len(self._contexts)) for each in contexts])
         keys = (known[pairs] * len(self._spelled) + numbers).tolist()
-        missing = {
-            key: (contexts[pair], number) for key, pair, number in zip(keys, pairs.tolist(), numbers.tolist(), strict=True)
-            if key not in self._outcomes
-        }  # fmt: skip
-        for key, members in zip(missing, self._new_outcomes([*missing.values()]), strict=True):
-            self._outcomes[key] = len(self._ends) - 1
-            self._members.extend(members)
-            self._ends.append(len(self._members))
-        found, ends = np.array([self._outcomes[key] for key in keys]), np.frombuffer(self._ends, np.int64)
-        starts, sizes = ends[found], ends[found + 1] - ends[found]
-        return sizes, np.frombuffer(self._members, np.int64)[ranges(starts, sizes)]
-
-    def _new_outcomes(self, wanted: Sequence[tuple[Context, int]]) -> list[set[int]]:
-        """Return the tokens of the student that candidates of the teacher mean; none: they belong to the tail."""
-        pieces, found = list[bytes](), list[set[int]]()
-        for (text, read, path), number in wanted:
-            piece, members = self._spelled[number], set[int]()
-            if not piece and not read:
-                piece = text
-                members.update(() if text else self.events.roles.get(number, ()))
-            elif piece != read and piece.startswith(read):
-                piece = text + piece[len(read) :]
-                key = (self.events.teacher.by_bytes.get(piece, -1),) if read else (*path, number)
-                members.update(self.events.longer.get(key, ()))
-            else:
-                piece = b""
-            pieces.append(piece)
-            found.append(members)
-        distinct = [*dict.fromkeys(pieces)]
-        first = dict(zip(distinct, self.events.student.split(distinct), strict=True))
-        for piece, members in zip(pieces, found, strict=True):
-            members.update(first[piece][:1] if piece else ())
+        found = np.fromiter(map(self._outcomes.get, keys, itertools.repeat(-1)), np.int64, len(keys))
+        if (found < 0).any():
+            missing = {keys[i]: (contexts[pairs[i]], int(numbers[i])) for i in np.flatnonzero(found < 0)}
+            for key, (members, nodes) in zip(missing, self._new_outcomes([*missing.values()]), strict=True):
+                self._outcomes[key] = len(self._outcomes)
+                self._members.append(members)
+                self._nodes.append(nodes)
+            found = np.array([self._outcomes[key] for key in keys])
         return found
 
+    def _new_outcomes(self, wanted: Sequence[tuple[Context, int]]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the tokens of the student and the nodes of candidates of the teacher in contexts.
 
-def _joined(
-    events: TokenEvents, rows: np.ndarray, masses: np.ndarray, outcomes: tuple[np.ndarray, np.ndarray], own: np.ndarray
-) -> Events:
-    """Join the outcomes of a row that share a token of the student.
+        The tokens are the first one in the candidate's bytes and longer ones that begin with these; without any, the
+        candidate is in the tail. Since lists of longer tokens have no token in common, two outcomes of a row share one
+        only if it is the first one of either. Outcomes are connected by nodes: their first token and their list, even
+        numbers, and the other lists with that token, odd numbers, which need an outcome of the row that has the list.
+        """
+        meanings, width = [self._meaning(*each) for each in wanted], len(self.events.student.bytes)
+        pieces = [*dict.fromkeys(piece for piece, _ in meanings)]
+        first_of = dict(zip(pieces, self.events.student.split(pieces), strict=True))
+        for (context, number), (piece, key) in zip(wanted, meanings, strict=True):
+            first = first_of[piece][:1]
+            if not self._spelled[number] and not any(context[:2]):
+                first = tuple(self.events.roles.get(number, ()))
+            members = sorted({*first, *self.events.longer.get(key, ())})
+            lists = [self._lists[key]] if key in self._lists else []
+            nodes = [2 * each for each in (*first, *(width + each for each in lists))]
+            nodes += [2 * (width + each) + 1 for token in first for each in self._lists_with.get(token, ())]
+            yield [each for each in members if each < self.events.num_ids], nodes
+
+    def _meaning(self, context: Context, number: int) -> tuple[bytes, tuple[int, ...]]:
+        """Return the bytes that a candidate means, from the row on, and the key of longer tokens with these."""
+        (text, read, path), piece = context, self._spelled[number]
+        if not piece:  # a special token
+            return b"" if read else text, ()
+        if piece == read or not piece.startswith(read):
+            return b"", ()
+        piece = text + piece[len(read) :]
+        return piece, (self.events.teacher.by_bytes.get(piece, -1),) if path is None else (*path, number)
+
+    def _joined(self, rows: np.ndarray, masses: np.ndarray, outcomes: np.ndarray, own: np.ndarray) -> Events:
+        """Join outcomes of a row that share a token of the student, and return those that can have columns.
+
+        Args:
+            rows: of the outcomes, [O], ascending.
+            masses: their probabilities, [O].
+            outcomes: their numbers, [O].
+            own: [S], the token of each row, which an event has if it has too many.
+        """
+        largest, count = self.events.largest, len(rows)
+        event = _components(rows, *self._nodes.take(outcomes))
+        sizes, latest, fewest = self._members.sizes(outcomes), np.zeros(count, np.int64), np.zeros(count, np.int64)
+        np.maximum.at(latest, event, np.arange(count))
+        np.maximum.at(fewest, event, np.minimum(sizes, largest))
+        sums, order = np.bincount(event, masses, count), np.flatnonzero(event == np.arange(count))
+        order = order[np.lexsort((latest[order], -sums[order], rows[order]))]
+        ends = np.cumsum(fewest[order])
+        before = (ends - fewest[order])[np.searchsorted(rows[order], rows[order])]
+        order = order[ends - before <= self.events.num_columns]
+        ranks = np.full(count, -1)
+        ranks[order] = np.arange(len(order))
+        chosen = np.flatnonzero(ranks[event] >= 0)
+        sizes, members = self._members.take(outcomes[chosen])
+        members = np.where(members == np.repeat(own[rows[chosen]], sizes), -1, members)
+        bits = len(self.events.student.bytes).bit_length()
+        keys = np.sort(np.repeat(ranks[event[chosen]], sizes) << bits | (members + 1))
+        keys = keys[np.diff(keys, prepend=-1) > 0]
+        ranks, members = keys >> bits, (keys & ((1 << bits) - 1)) - 1
+        members = np.where(members < 0, own[rows[order[ranks]]], members)
+        starts = np.flatnonzero(np.diff(ranks, prepend=-1))
+        sizes, event = np.minimum(np.diff(starts, append=len(ranks)), largest), order[ranks[starts]]
+        logprobs = np.log(np.maximum(sums[event], 1e-300)).astype(np.float32)
+        return Events(rows=rows[event], logprobs=logprobs, starts=starts, sizes=sizes, members=members)
+
+
+def _components(rows: np.ndarray, sizes: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """Return the first outcome that is connected with each one, [O].
 
     Args:
-        rows: of the outcomes, [O], ascending.
-        masses: their probabilities, [O].
-        outcomes: their numbers of tokens of the student, [O], and all of these.
-        own: [S], the token of each row, which an event has if it has too many.
+        rows: of the outcomes, [O].
+        sizes: their numbers of nodes, [O].
+        nodes: all of these; odd ones need an outcome of the row with the even one.
     """
-    sizes, members = outcomes
-    member_bits, bits = len(events.student.bytes).bit_length(), len(rows).bit_length()
-    of = np.repeat(np.arange(len(rows)), sizes)
-    keys = np.sort(((rows[of] << member_bits | members) << bits) | of)
-    of, keys = keys & ((1 << bits) - 1), keys >> bits
+    found, of = np.arange(len(rows)), np.repeat(np.arange(len(rows)), sizes)
+    keys = rows[of] << 40 | nodes >> 1
+    is_even = nodes & 1 == 0
+    even, odd = np.sort(keys[is_even]), np.flatnonzero(~is_even)
+    found_odd = odd[np.append(even, -1)[np.searchsorted(even, keys[odd])] == keys[odd]]
+    keys, of = np.append(keys[is_even], keys[found_odd]), np.append(of[is_even], of[found_odd])
+    order = np.argsort(keys)
+    keys, of = keys[order], of[order]
     starts = np.flatnonzero(np.diff(keys, prepend=-1))
-    event = _components(of, starts, len(rows))
-    sums, latest = np.bincount(event, masses, len(rows)), np.zeros(len(rows), np.int64)
-    np.maximum.at(latest, event, np.arange(len(rows)))
-    order = np.lexsort((latest, -sums, rows))
-    members, ranks = keys[starts] & ((1 << member_bits) - 1), np.argsort(order)[event[of[starts]]]
-    is_own = members == own[rows[of[starts]]]
-    keys = np.sort((ranks << member_bits | np.where(is_own, 0, members + 1))[members < events.num_ids])
-    ranks, members = keys >> member_bits, (keys & ((1 << member_bits) - 1)) - 1
-    members = np.where(members < 0, own[rows[order[ranks]]], members)
-    starts = np.flatnonzero(np.diff(ranks, prepend=-1))
-    sizes = np.diff(starts, append=len(ranks))
-    event = order[ranks[starts]]
-    return Events(
-        rows=rows[event], logprobs=np.log(np.maximum(sums[event], 1e-300)).astype(np.float32), starts=starts,
-        sizes=np.minimum(sizes, events.largest), members=members,
-    )  # fmt: skip
-
-
-def _components(of: np.ndarray, starts: np.ndarray, number: int) -> np.ndarray:
-    """Return the event of each outcome: the first one that is connected with it by tokens that outcomes share, [O].
-
-    Args:
-        of: outcomes, by their tokens.
-        starts: where the outcomes with another token begin.
-    """
-    found, sizes = np.arange(number), np.diff(starts, append=len(of))
+    sizes = np.diff(starts, append=len(of))
     shared = sizes > 1
     of, sizes = of[np.repeat(shared, sizes)], sizes[shared]
     starts = np.cumsum(sizes) - sizes
@@ -230,3 +255,27 @@ def _components(of: np.ndarray, starts: np.ndarray, number: int) -> np.ndarray:
         np.minimum.at(found, of, least)
         found = found[found]
     return found
+
+
+class _Rows:
+    """Rows of integers, to which others are added."""
+
+    def __init__(self) -> None:
+        self._ends, self._values = array("q", [0]), array("q")
+
+    def append(self, row: Sequence[int]) -> None:
+        self._values.extend(row)
+        self._ends.append(len(self._values))
+
+    def sizes(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the number of integers in rows."""
+        ends = np.frombuffer(self._ends, np.int64)
+        return ends[numbers + 1] - ends[numbers]
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of integers in rows, and all of these."""
+        sizes = self.sizes(numbers)
+        if not sizes.any():
+            return sizes, np.zeros(0, np.int64)
+        places = ranges(np.frombuffer(self._ends, np.int64)[numbers], sizes)
+        return sizes, np.frombuffer(self._values, np.int64)[places]
