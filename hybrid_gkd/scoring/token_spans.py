@@ -30,8 +30,8 @@ CACHED = 1 << 18
 """Outcomes and prefixes to keep."""
 
 Context = tuple[bytes, bytes, tuple[int, ...] | None]
-"""Of a pair: the row's bytes before the teacher's token, this token's bytes before the row, and the teacher's tokens
-in the former; None: these are not exactly them."""
+"""What precedes a token of the teacher in a row: the row's bytes before it, its own bytes before the row, and the
+teacher's tokens that spell the former; None: none spell exactly these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class TokenSpans:
         self._contexts, self._outcomes = dict[Context, int](), dict[int, int]()
         """Numbers of contexts, and of outcomes by context and candidate."""
         self._members, self._nodes = _Rows(), _Rows()
-        """Of each outcome: its tokens of the student, ascending, and what connects it with others (`_new_outcomes`)."""
+        """Tokens of the student of each outcome, ascending, and what connects it with others (`_new_outcomes`)."""
 
     def find(self, tokens: Tokens, scores: TopK, own: Tokens) -> tuple[Events, np.ndarray]:
         """Return the events of the rows, and the log-probability of each row's own token, float64 [S].

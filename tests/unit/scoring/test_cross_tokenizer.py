@@ -225,8 +225,8 @@ def test_a_token_of_several_tokens_of_the_teacher_is_one_of_its_continuations():
 
 
 def test_an_event_within_a_token_of_the_teacher_has_no_token_that_begins_before():
-    """The teacher reads 12 and 0, the student 1 and 20: its 120 is also 12 and 0, and no continuation of 1."""
-    teacher, student = toy([("1", "2")]), toy([("2", "0"), ("1", "20")])
+    """The teacher reads 12 and 0, the student 1 and 20: its 1200 is 12, 0 and 0, and no continuation of 1."""
+    teacher, student = toy([("1", "2")]), toy([("2", "0"), ("1", "20"), ("120", "0")])
     events = TokenEvents(teacher, student, {}, num_ids=len(student.bytes), num_columns=16)
     sample = make_sample([student.by_bytes[b"1"], student.by_bytes[b"20"]], "length")
     alignment = Aligner(events, limit=10).align(TASK, sample)
