@@ -30,8 +30,8 @@ CACHED = 1 << 18
 """Outcomes and prefixes to keep."""
 
 Context = tuple[bytes, bytes, tuple[int, ...] | None]
-"""What precedes a token of the teacher in a row: the row's bytes before it, its own bytes before the row, and the
-teacher's tokens that spell the former; None: none spell exactly these."""
+"""Bytes and tokens before a token of the teacher in a row: the row's bytes before it, its own bytes before the row, and
+the teacher's tokens that spell the former; None: none spell exactly these."""
 
 
 @dataclass(frozen=True, slots=True)
