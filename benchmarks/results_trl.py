@@ -2,8 +2,10 @@
 
     python benchmarks/results_trl.py --models FOLDER --seed 0 --device cuda --out FOLDER
     python benchmarks/results_trl.py --config-name demo --models FOLDER --seed 0 --device cpu --out FOLDER
+    python benchmarks/results_trl.py --config-name demo --models FOLDER --device cpu --out FOLDER --gold bayesian
 
-DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe, and
+`--gold` is GOLDTrainer, for a teacher with another tokenizer, and one of its two ways to merge tokens; else
+DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe. Both with
 generation by transformers, as TRL takes other versions of vLLM than this program: compare it at equal tokens, not at
 equal minutes. Written for TRL 1.16. Writes OUT/metrics.jsonl.
 """
@@ -21,14 +23,17 @@ from datasets import Dataset
 from peers_trl import forward_kl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DistillationTrainer
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row
 from hybrid_gkd.demo.models import greedy_answers
-from hybrid_gkd.scoring.builtin_rewards import gsm8k
+from hybrid_gkd.scoring.builtin_rewards import exact_match, gsm8k
 
 VALIDATIONS = 20
+MESSAGES = (("prompt", "user", "prompt"), ("completion", "assistant", "answer"))
+"""Names in TRL, roles, and columns of the rows. GOLD asks for completions, and replaces them by its student's."""
 
 
 def steps_of(config: Config) -> int:
@@ -43,6 +48,7 @@ class Recorder(TrainerCallback):
         self.every = max(1, steps_of(config) // VALIDATIONS)
         self.limit, self.size = config.data.max_response_length, config.mini_batch_size
         self.tokenizer, self.val, self.log = tokenizer, val, log
+        self.reward = exact_match if config.reward.name == "exact_match" else gsm8k
         self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
 
     def validate(self, model: Any) -> float:
@@ -53,7 +59,7 @@ class Recorder(TrainerCallback):
             copy.load_state_dict(model.state_dict())
             copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
             answers = greedy_answers(copy, self.tokenizer, self.val, limit=self.limit)
-            right = (gsm8k(text, row["answer"]) for text, row in zip(answers, self.val, strict=True))
+            right = (self.reward(text, row["answer"]) for text, row in zip(answers, self.val, strict=True))
             return sum(right) / len(self.val)
 
     def say(self, step: int, **metrics: float) -> None:
@@ -79,6 +85,33 @@ class Recorder(TrainerCallback):
         self.began = time.perf_counter()
 
 
+class Gold(GOLDTrainer):  # type: ignore[misc]
+    """TRL's GOLD, which logs the length of its answers as TRL's other trainers do."""
+
+    lengths: tuple[float, ...] = ()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.lengths += ((inputs["labels"] >= 0).sum(1).float().mean().item(),)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs["completions/mean_length"] = sum(self.lengths) / len(self.lengths)
+            self.lengths = ()
+        super().log(logs, *args, **kwargs)
+
+
+def gold(device: str, merge: str, **settings: Any) -> GOLDConfig:
+    """On-policy GOLD at temperature 1: a divergence of tokens that both have, sorted probabilities of the others."""
+    shared = {
+        "use_uld_loss": True, "uld_use_hybrid_loss": True, "uld_token_merge_strategy": merge, "lmbda": 1.0,
+        "temperature": 1.0, "top_p": 1.0, "use_cpu": device == "cpu", "bf16": device == "cuda",
+        "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "max_length": None,
+    }  # fmt: skip
+    return GOLDConfig(**(shared | settings))
+
+
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,6 +121,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--config-name", default="gpu_demo", help="in config/ (%(default)s)")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gold", choices=("observed", "bayesian"), help="GOLD, and its way to merge tokens")
+    parser.add_argument("--set", type=json.loads, default={}, help="further settings of TRL, JSON")
     args = parser.parse_intermixed_args()
     config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
     paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
@@ -96,20 +131,28 @@ def main() -> None:
         for file in (paths.train, paths.val)
     )
     tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
-    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in train])
+    prompts = Dataset.from_list([
+        {name: [{"role": role, "content": row[column]}] for name, role, column in MESSAGES[: 2 if args.gold else 1]}
+        for row in train[: steps_of(config) * config.mini_batch_size]
+    ])  # fmt: skip
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (paths.student, paths.teacher)
     )
-    settings = forward_kl(
-        args.device, output_dir=str(args.out / "trl"), seed=args.seed, max_steps=steps_of(config),
-        lr_scheduler_type="cosine",
-        per_device_train_batch_size=config.mini_batch_size, max_completion_length=config.data.max_response_length,
-        learning_rate=optim.lr, adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], weight_decay=optim.weight_decay,
-        warmup_steps=round(0.1 * steps_of(config)), max_grad_norm=config.actor_rollout_ref.actor.grad_clip,
-    )  # fmt: skip
+    shared = {
+        "output_dir": str(args.out / "trl"), "seed": args.seed, "max_steps": steps_of(config),
+        "lr_scheduler_type": "cosine", "per_device_train_batch_size": config.mini_batch_size,
+        "max_completion_length": config.data.max_response_length, "learning_rate": optim.lr,
+        "adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "weight_decay": optim.weight_decay,
+        "warmup_steps": round(0.1 * steps_of(config)), "max_grad_norm": config.actor_rollout_ref.actor.grad_clip,
+    } | args.set  # fmt: skip
+    if args.gold:
+        make, settings = Gold, gold(args.device, args.gold, teacher_tokenizer_name_or_path=str(paths.teacher), **shared)
+    else:
+        make, settings = DistillationTrainer, forward_kl(args.device, **shared)
+    args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "metrics.jsonl", "w", encoding="utf-8") as log:
-        DistillationTrainer(
-            student, teacher, settings, prompts, processing_class=tokenizer,
+        make(
+            student, teacher, settings, train_dataset=prompts, processing_class=tokenizer,
             callbacks=[Recorder(args, config, tokenizer, val, log)],
         ).train()
 

@@ -37,10 +37,13 @@ class Spelling:
 
     def __init__(self, tokenizer: Any, name: str, *, ends: Collection[int] = ()):
         self.name = name
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
             raise ModelError(f"{name}: its tokens cannot be aligned by bytes: it has no tokenizer.json")
-        kinds = set(_types(json.loads(self._backend.to_str())["decoder"]))
+        description = backend.to_str()
+        self._backend: Any = type(backend).from_str(description)
+        self._backend.encode_special_tokens = True  # the name of a special token in a text is text
+        kinds = set(_types(json.loads(description)["decoder"]))
         if not kinds & set(KINDS):
             found = ", ".join(sorted(kinds)) or "no decoder"
             raise ModelError(f"{name}: its tokens cannot be aligned by bytes: its decoder must be one of "

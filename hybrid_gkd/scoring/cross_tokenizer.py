@@ -11,13 +11,14 @@ import functools
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
-from hybrid_gkd.scoring.token_events import LARGEST_EVENT, TokenEvents, Tokens
+from hybrid_gkd.scoring.token_events import Events, TokenEvents, Tokens, ranges
+from hybrid_gkd.scoring.token_spans import TokenSpans
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Pair, Reading, Sample, Task, TopK
 
@@ -117,7 +118,7 @@ def _compared(teacher: Tokens, student: Tokens) -> Alignment:
     places = np.searchsorted(teacher.ends, student.ends)
     inside = np.minimum(places, max(0, len(teacher.ids) - 1))
     written = student.ends > student.starts
-    reach = int(teacher.ends[-1]) if len(teacher.ids) else 0
+    reach = int(teacher.ends[-1]) if len(teacher.ids) else -1  # a token may spell a space before the text and end at 0
     covered = written & (student.ends <= reach)
     same = covered.copy()
     if len(teacher.ids):
@@ -138,7 +139,7 @@ class CrossTokenizerScorer(TeacherScorer):
 
     def __init__(self, client: Teacher, aligner: Aligner, *, spans: bool):
         super().__init__(client)
-        self.aligner, self.spans = aligner, spans
+        self.aligner, self.spans = aligner, TokenSpans(aligner.events) if spans else None
         self._counts, self._thread = TeacherMetrics(), ThreadPoolExecutor(1, "alignment")
 
     def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
@@ -162,7 +163,7 @@ class CrossTokenizerScorer(TeacherScorer):
         matched, covered = int((alignment.matched >= 0).sum()), int(alignment.covered.sum())
         self._counts.aligned_tokens += len(alignment.matched)
         self._counts.matched_tokens += matched
-        self._counts.span_tokens += (covered - matched) * self.spans
+        self._counts.span_tokens += (covered - matched) * (self.spans is not None)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -205,7 +206,7 @@ def _converted(future: Future[TopK], convert: functools.partial[TopK], thread: E
     return found
 
 
-def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | None, *, spans: bool) -> TopK:
+def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | None, *, spans: TokenSpans | None) -> TopK:
     """Return the teacher's scores of its tokens as scores of the student's, with events as candidates.
 
     All of the mass of a token that is not scored is in the tail, on both sides: it has no effect. `sampled_logprobs`
@@ -213,89 +214,54 @@ def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | Non
 
     Args:
         scores: [N, K]; None: no token is scored.
+        spans: finds the events of tokens that are not one token of the teacher; None: these are not scored.
     """
-    num_rows = len(alignment.matched)
+    num_rows, found = len(alignment.matched), list[Events]()
     sampled, tails = np.full(num_rows, np.nan, np.float32), np.zeros(num_rows, np.float32)
-    rows, sizes, logprobs, members = _no_events()
     outside = np.zeros(num_rows)
     if scores is not None:
-        matched = np.flatnonzero(alignment.matched >= 0)
-        places = alignment.matched[matched]
-        sampled[matched], tails[matched] = scores.sampled_logprobs[places], scores.tail_logprobs[places]
-        of, numbers, logprobs, outside[matched] = events.matched(scores.ids[places], scores.logprobs[places])
-        rows, sizes = matched[of], np.diff(events.offsets)[numbers]
-        members = events.members[_ranges(events.offsets[numbers], sizes)]
-    if scores is not None and spans:
-        found = _spans(events, alignment, scores, sampled)
-        rows, sizes, logprobs, members = (np.concatenate(both) for both in zip(
-            (rows, sizes, logprobs, members), found, strict=True,
-        ))  # fmt: skip
-        tails[found[0]] = np.nan
-        order = np.argsort(rows, kind="stable")
-        starts = np.cumsum(sizes) - sizes
-        rows, sizes, logprobs = rows[order], sizes[order], logprobs[order]
-        members = members[_ranges(starts[order], sizes)]
-    return _in_columns(events, num_rows, (rows, sizes, logprobs, members), tails, outside, sampled)
-
-
-Events = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Row, number of members and log-probability of each event, [E], the most likely first in each row; all members."""
-
-
-def _no_events() -> Events:
-    nothing = np.zeros(0, np.int64)
-    return nothing, nothing, nothing.astype(np.float32), nothing.astype(np.int32)
-
-
-def _spans(events: TokenEvents, alignment: Alignment, scores: TopK, sampled: np.ndarray) -> Events:
-    """Return the events of rows in spans, and write the log-probabilities of their tokens into `sampled`."""
-    rows, sizes, masses, members = list[int](), list[int](), list[float](), list[int]()
-    largest = max(1, int(LARGEST_EVENT * events.num_columns))
-    for row in np.flatnonzero(alignment.covered & (alignment.matched < 0)).tolist():
-        own = int(alignment.student.ids[row])
-        start, end = int(alignment.student.starts[row]), int(alignment.student.ends[row])
-        found, sampled[row] = events.in_span(alignment.teacher, scores, start, end)
-        for ids, mass in found:
-            kept = [number for number in ids if number < events.num_ids]
-            if len(kept) > 1:
-                kept = sorted(kept, key=lambda each: (each != own, each))[:largest]
-            rows.append(row)
-            sizes.append(len(kept))
-            masses.append(mass)
-            members += kept
-    logprobs = np.log(np.maximum(masses, 1e-300)).astype(np.float32)
-    return np.array(rows, np.int64), np.array(sizes, np.int64), logprobs, np.array(members, np.int32)
-
-
-def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the concatenation of start ... start + size - 1, int64."""
-    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+        rows = np.flatnonzero(alignment.matched >= 0)
+        places = alignment.matched[rows]
+        sampled[rows], tails[rows] = scores.sampled_logprobs[places], scores.tail_logprobs[places]
+        matched, outside[rows] = events.matched(scores.ids[places], scores.logprobs[places])
+        found.append(replace(matched, rows=rows[matched.rows]))
+        rows, student = np.flatnonzero(alignment.covered & (alignment.matched < 0)), alignment.student
+        if spans is not None and len(rows):
+            own = Tokens(ids=student.ids[rows], starts=student.starts[rows], ends=student.ends[rows])
+            in_spans, sampled[rows] = spans.find(alignment.teacher, scores, own)
+            found.append(replace(in_spans, rows=rows[in_spans.rows]))
+            tails[rows] = np.nan
+    return _in_columns(events, found, tails, outside, sampled)
 
 
 def _in_columns(
-    events: TokenEvents, num_rows: int, found: Events, tails: np.ndarray, outside: np.ndarray, sampled: np.ndarray
+    events: TokenEvents, found: list[Events], tails: np.ndarray, outside: np.ndarray, sampled: np.ndarray
 ) -> TopK:
     """Lay out events in C columns: that of its first member has the event's log-probability.
 
     Events that do not fit are in the tail. Further columns have other tokens, which are in the tail too.
 
     Args:
+        found: of different rows.
         tails: float32 [R], log of the mass outside the candidates; NaN: all that is no event.
         outside: [R], mass of candidates that are no event.
     """
-    rows, sizes, logprobs, members = found
-    before = np.cumsum(sizes) - sizes
-    start = before - np.concatenate([before, [0]])[np.searchsorted(rows, np.arange(num_rows))][rows]
-    fits = (start + sizes <= events.num_columns) & (sizes > 0)
-    mass = np.exp(logprobs, dtype=np.float64)
-    outside = outside + np.bincount(rows[~fits], mass[~fits], num_rows)
-    inside = np.bincount(rows[fits], mass[fits], num_rows)
+    num_rows, inside = len(tails), np.zeros(len(tails))
     ids = np.full((num_rows, events.num_columns), -1, np.int32)
     groups, values = np.full_like(ids, -1), np.full(ids.shape, -np.inf, np.float32)
-    places = np.repeat(rows[fits], sizes[fits]), _ranges(start[fits], sizes[fits])
-    ids[places] = members[_ranges(before[fits], sizes[fits])]
-    groups[places] = np.repeat(start[fits], sizes[fits])
-    values[rows[fits], start[fits]] = logprobs[fits]
+    for each in found:
+        before = np.cumsum(each.sizes) - each.sizes
+        start = before - np.append(before, 0)[np.searchsorted(each.rows, np.arange(num_rows))][each.rows]
+        fits = (start + each.sizes <= events.num_columns) & (each.sizes > 0)
+        mass = np.exp(each.logprobs, dtype=np.float64)
+        outside = outside + np.bincount(each.rows[~fits], mass[~fits], num_rows)
+        rows, start, sizes = each.rows[fits], start[fits], each.sizes[fits]
+        inside += np.bincount(rows, mass[fits], num_rows)
+        first = rows * events.num_columns + start
+        places = ranges(first, sizes)
+        ids.ravel()[places] = each.members[ranges(each.starts[fits], sizes)]
+        groups.ravel()[places] = np.repeat(start, sizes)
+        values.ravel()[first] = each.logprobs[fits]
     _fill_gaps(ids, events.num_ids)
     with np.errstate(divide="ignore"):
         more = np.log(np.exp(tails, dtype=np.float64) + outside)
@@ -306,11 +272,10 @@ def _in_columns(
 
 def _fill_gaps(ids: np.ndarray, num_ids: int) -> None:
     """Replace each -1 by an id that its row does not have: the lowest ones."""
-    num_rows, columns = ids.shape
-    most = min(2 * columns, num_ids)
-    free = np.ones((num_rows, most), bool)
-    rows, places = np.nonzero((ids >= 0) & (ids < most))
-    free[rows, ids[rows, places]] = False
     gaps = ids < 0
-    free &= np.cumsum(free, 1) <= gaps.sum(1)[:, None]
+    num_gaps, low = gaps.sum(1), ~gaps & (ids < 2 * ids.shape[1])
+    free = np.ones((len(ids), min(num_ids, (num_gaps + low.sum(1)).max(initial=0))), bool)
+    rows, places = np.nonzero(low & (ids < free.shape[1]))
+    free[rows, ids[rows, places]] = False
+    free &= np.cumsum(free, 1) <= num_gaps[:, None]
     ids[gaps] = np.nonzero(free)[1]

@@ -11,10 +11,7 @@ C columns.
 
 from __future__ import annotations
 
-import bisect
-import functools
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_gkd.models.spelling import Spelling
-from hybrid_gkd.types import TopK
 
-LEAVES, LEAST = 16, 1e-3
-"""Candidates per token of the teacher in a span, and their least probability; further ones are in the tail."""
 LARGEST_EVENT = 0.25
 """Fraction of the columns that one event may have; of more tokens the first ones, in BPE the most frequent ones."""
-CACHED_PIECES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +34,22 @@ class Tokens:
     """int64 [N]."""
     ends: np.ndarray
     """int64 [N], not descending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Events of rows, E in all, by row, the most likely first."""
+
+    rows: np.ndarray
+    """int64 [E], not descending."""
+    logprobs: np.ndarray
+    """float32 [E]."""
+    starts: np.ndarray
+    """int64 [E]: the tokens of the student are members[start : start + size]."""
+    sizes: np.ndarray
+    """int64 [E]."""
+    members: np.ndarray
+    """Token ids."""
 
 
 class TokenEvents:
@@ -58,25 +67,27 @@ class TokenEvents:
     ):  # fmt: skip
         self.teacher, self.student, self.roles = teacher, student, roles
         self.num_ids, self.num_columns, self.is_same = num_ids, num_columns, teacher is student
+        self.largest = max(1, int(LARGEST_EVENT * num_columns))
+        """Most tokens of the student in an event."""
+        self.longer: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        """First tokens of the teacher in a token of the student that it splits -> such tokens."""
         if self.is_same:
             self.event = self.members = np.arange(num_ids, dtype=np.int32)
             self.offsets = np.arange(num_ids + 1)
             return
         self.first = _first_tokens(teacher, student)
         """int32: the first token of the student in the bytes of each of the teacher's; -1: none."""
-        owners, largest = _owners(teacher, student), max(1, int(LARGEST_EVENT * num_columns))
-        self.longer: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        """First tokens of the teacher in a token of the student that it splits -> such tokens."""
+        owners = _owners(teacher, student)
         for number, owner in enumerate(owners[:num_ids]):
             for length in range(1, len(owner)):
-                if len(self.longer[owner[:length]]) < largest:
+                if len(self.longer[owner[:length]]) < self.largest:
                     self.longer[owner[:length]].append(number)
         self.event = _roots(teacher, self.first, owners)
         """int32: the event of each token of the teacher: the id of its shortest one; -1: none."""
         members = defaultdict[int, list[int]](list)
         for number in sorted(range(num_ids), key=lambda number: len(owners[number]) != 1):  # the others are longer
             event = int(self.event[owners[number][0]]) if owners[number] else -1
-            if event >= 0 and len(members[event]) < largest:
+            if event >= 0 and len(members[event]) < self.largest:
                 members[event].append(number)
         shared = dict[tuple[int, ...], int]()
         for number, same in roles.items():  # all that end a text are one event
@@ -87,125 +98,40 @@ class TokenEvents:
         self.offsets = np.cumsum(sizes)
         self.members = np.array([*itertools.chain.from_iterable(members[key] for key in sorted(members))], np.int32)
         """Tokens of the student of all events; those of event e are members[offsets[e] : offsets[e + 1]]."""
-        self._first_of = functools.lru_cache(CACHED_PIECES)(self._first_of_bytes)
 
-    def matched(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the events of rows: row, event and log-probability, [E] each, by their likeliest candidate in each
-        row; and the mass of candidates without an event, [R].
+    def matched(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[Events, np.ndarray]:
+        """Return the events of rows, and the mass of candidates without an event, [R].
 
         Args:
             ids: int32 [R, K], the teacher's candidates, most likely first.
             logprobs: float32 [R, K].
         """
-        events = self.event[ids]
-        order = np.argsort(events, 1, kind="stable")
-        ordered = np.take_along_axis(events, order, 1)
-        starts = np.flatnonzero(np.diff(ordered, axis=1, prepend=-2))
-        rows, columns = starts // events.shape[1], order.ravel()[starts]
-        masses = np.exp(np.take_along_axis(logprobs, order, 1), dtype=np.float64).ravel()
-        sums = np.add.reduceat(masses, starts) if len(starts) else masses
-        alone = np.diff(starts, append=events.size) == 1
-        merged = np.full(events.shape, np.nan, np.float32)
-        with np.errstate(divide="ignore"):
-            merged[rows, columns] = np.where(alone, logprobs[rows, columns], np.log(sums))
+        bits, size = ids.shape[1].bit_length(), ids.size
+        keys = np.sort(self.event[ids].astype(np.int64) << bits | np.arange(ids.shape[1]), 1)
+        events, order = (keys >> bits).ravel(), (keys & ((1 << bits) - 1)) + np.arange(len(ids))[:, None] * ids.shape[1]
+        starts = np.flatnonzero(np.diff(keys >> bits, axis=1, prepend=-2))
+        values, sizes = logprobs.ravel()[order.ravel()], np.diff(starts, append=size)
+        merged, shared = values[starts], np.flatnonzero(sizes > 1)
+        if len(shared):
+            parts = np.exp(values[ranges(starts[shared], sizes[shared])], dtype=np.float64)
+            with np.errstate(divide="ignore"):
+                merged[shared] = np.log(np.add.reduceat(parts, np.cumsum(sizes[shared]) - sizes[shared]))
+        found, without = np.full(size, -1), np.zeros(len(ids))
+        found[order.ravel()[starts]] = np.arange(len(starts))
+        found = found[found >= 0]  # by the likeliest candidate in each row
+        rows, events, merged = starts[found] // ids.shape[1], events[starts[found]], merged[found]
         unknown = events < 0
-        without = np.nansum(np.exp(np.where(unknown, merged, np.nan), dtype=np.float64), 1)
-        rows, columns = np.nonzero(~(unknown | np.isnan(merged)))
-        return rows, events[rows, columns], merged[rows, columns], without
-
-    def in_span(
-        self, tokens: Tokens, scores: TopK, start: int, end: int
-    ) -> tuple[list[tuple[set[int], float]], float]:
-        """Return events (tokens of the student, probability) of a row whose token need not be one of the teacher's,
-        and the log-probability of that token.
-
-        The teacher's candidates after each of its tokens that the student's token covers are outcomes, given the bytes
-        before it: those of the first one that begin with them, and those after the others, which this text continues.
-        """
-        spelled, place = self.teacher.bytes, int(np.searchsorted(tokens.ends, start, side="right"))
-        before = spelled[tokens.ids[place]] or b""
-        read = before[: max(0, start - int(tokens.starts[place]))]
-        text = self._space_before(start, int(tokens.starts[place]))
-        path: tuple[int, ...] = ()
-        total = self._prefix_logprob(scores, place, tokens, read)
-        logprob, groups = -total, _Groups()
-        while True:
-            own, is_last = int(tokens.ids[place]), int(tokens.ends[place]) >= end
-            for number, value in self._candidates(scores, place, own):
-                if number == own and not is_last:
-                    continue
-                piece, mass = spelled[number], float(np.exp(logprob + value))
-                if piece is None and not read:
-                    groups.add({self._first_of(text)} if text else self._role(number), mass)
-                elif piece is not None and piece.startswith(read) and piece != read:
-                    piece = text + piece[len(read) :]
-                    key = (*path, number) if not read else (self.teacher.by_bytes.get(piece, -1),)
-                    groups.add({self._first_of(piece), *self.longer.get(key, ())}, mass)
-            if is_last:
-                break
-            logprob += float(scores.sampled_logprobs[place])
-            text += (spelled[own] or b"")[len(read) :]
-            path, read, place = (*path, own), b"", place + 1
-        inside = end - int(tokens.starts[place])
-        covered = (spelled[own] or b"")[:inside] if int(tokens.ends[place]) > end else None
-        logprob += float(scores.sampled_logprobs[place]) if covered is None else self._prefix_logprob(
-            scores, place, tokens, covered
-        )
-        return groups.found, logprob
-
-    def _space_before(self, start: int, teacher_start: int) -> bytes:
-        """Return what the student's token spells before the text and the teacher's does not."""
-        return self.student.lead[: max(0, teacher_start - start)]
-
-    def _candidates(self, scores: TopK, place: int, own: int) -> list[tuple[int, float]]:
-        """Return the likeliest candidates after a token with log-probabilities, the text's own token included."""
-        logprobs = scores.logprobs[place, :LEAVES].tolist()
-        number = bisect.bisect(logprobs, -math.log(LEAST), key=lambda value: -value)
-        found = list(zip(scores.ids[place, :number].tolist(), logprobs[:number], strict=True))
-        if all(number != own for number, _ in found):
-            found.append((own, float(scores.sampled_logprobs[place])))
-        return found
-
-    def _prefix_logprob(self, scores: TopK, place: int, tokens: Tokens, prefix: bytes) -> float:
-        """Return the log-probability of the candidates that begin with a prefix of the text's own token."""
-        if not prefix:
-            return 0.0
-        own = int(tokens.ids[place])
-        masses = [
-            np.exp(value) for number, value in self._candidates(scores, place, own)
-            if number == own or (self.teacher.bytes[number] or b"").startswith(prefix)
-        ]  # fmt: skip
-        return float(np.log(max(sum(masses), 1e-300)))
-
-    def _role(self, number: int) -> set[int]:
-        return set(self.roles.get(number, ()))
-
-    def _first_of_bytes(self, piece: bytes) -> int:
-        return next(iter(self.student.split([piece])[0]), -1)
+        without[rows[unknown]] = np.exp(merged[unknown], dtype=np.float64)
+        rows, events, merged = rows[~unknown], events[~unknown], merged[~unknown]
+        starts = self.offsets[events]
+        return Events(
+            rows=rows, logprobs=merged, starts=starts, sizes=self.offsets[events + 1] - starts, members=self.members
+        ), without
 
 
-class _Groups:
-    """Outcomes of one row, joined where they share a token of the student."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[set[int], float] | None] = []
-        self._places: dict[int, int] = {}
-
-    def add(self, ids: set[int], mass: float) -> None:
-        """Add an outcome; without a token of the student, -1, it belongs to the tail."""
-        ids.discard(-1)
-        for place in {self._places[number] for number in ids & self._places.keys()}:
-            joined = self._events[place]
-            assert joined is not None
-            ids, mass, self._events[place] = ids | joined[0], mass + joined[1], None
-        if ids:
-            self._places.update(dict.fromkeys(ids, len(self._events)))
-            self._events.append((ids, mass))
-
-    @property
-    def found(self) -> list[tuple[set[int], float]]:
-        """Return the events, the most likely first."""
-        return sorted((each for each in self._events if each is not None), key=lambda event: -event[1])
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the concatenation of start ... start + size - 1, int64."""
+    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
 
 
 def _first_tokens(teacher: Spelling, student: Spelling) -> np.ndarray:
