@@ -8,7 +8,7 @@ Random weights in the shapes of Qwen2.5. `--folder` keeps the logs of the parts,
 
     sharded     a student of 7B on four GPUs from a teacher of 7B on the same ones, all offloads: three steps with one,
                 two and four GPUs for each rollout engine, each publish verified; then on two from the state of four
-    lost        one of four workers is killed during a rollout or an update, and replaced
+    lost        a worker is killed twice and replaced, in one pool and in two (--gpus 2 for a rehearsal on two GPUs)
     sync        weights from one GPU to three: packed broadcasts, and one per tensor
     steps       whole steps of 1.5B from 7B by GPUs, pools, placement of the teacher and scheduler; lengths geometric
     training    tokens per second on one, two and four GPUs
@@ -138,20 +138,25 @@ class Bench:
             self.row(name, f"{step_figures(folder)}; memory, GiB: {memory_figures(folder)}")
 
     def lost(self) -> None:
-        """Kill one of four workers twice: in the third and in the fifth step."""
-        own = ["trainer.max_restarts=2", "trainer.save_freq=2"]
-        inputs, name = self.inputs("1.5b", "7b", 16), "lost"
-        overrides = [*inputs, *self.settings(name, 4, 8, *own)]
-        folder = load_config(overrides, config_name="gkd").run_dir
-        killer = threading.Thread(target=kill_workers, args=(folder, (2, 4), self.deadline), daemon=True)
-        killer.start()
-        if self.run("lost, one of 4 workers", overrides) is not None:
-            restarts = [row for row in rows_of_starts(folder) if "restart" in row]
-            each = "; ".join(
-                f"step {row['failed_step']} again after {row['seconds_down']:.0f} s, {row['steps_repeated']} steps "
-                f"repeated ({row['reason'][:60]})" for row in restarts
-            )
-            self.row("lost, one of 4 workers", each or "failed: no restart")
+        """Kill a worker in each of two steps: of one pool, and one of each of two pools."""
+        inputs, all_workers = self.inputs("1.5b", "7b", 16), self.args.gpus
+        for generating in (0, all_workers // 2):
+            training = all_workers - generating
+            name = f"lost_{training}_{generating}"
+            own = [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
+            own += ["trainer.max_restarts=2", "trainer.save_freq=2"]
+            overrides = [*inputs, *self.settings(name, training, 8, *own)]
+            folder = load_config(overrides, config_name="gkd").run_dir
+            killer = threading.Thread(target=kill_workers, args=(folder, (2, 4), self.deadline), daemon=True)
+            killer.start()
+            title = f"lost, separate {training}+{generating}" if generating else f"lost, hybrid {training}"
+            if self.run(title, overrides) is not None:
+                restarts = [row for row in rows_of_starts(folder) if "restart" in row]
+                each = "; ".join(
+                    f"step {row['failed_step']} again after {row['seconds_down']:.0f} s, {row['steps_repeated']} steps "
+                    f"repeated ({row['reason'][:60]})" for row in restarts
+                )
+                self.row(title, each or "failed: no restart")
 
     def sync(self) -> None:
         """Broadcast weights from one GPU to three."""
@@ -234,10 +239,9 @@ def kill_workers(folder: Path, after: tuple[int, ...], deadline: float) -> None:
             if file.is_file() and max((row["step"] for row in read_json_lines(file)), default=0) >= step:
                 break
             time.sleep(0.2)
-        for process in psutil.Process().children(recursive=True)[::-1]:
-            if process.name().startswith("ray::Worker"):
-                process.kill()
-                break
+        workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::Worker")]
+        if workers:  # the first one started, then the last one: with two pools one of each
+            max(workers, key=lambda each: (1 if step == after[-1] else -1) * each.create_time()).kill()
 
 
 PARTS = ("sharded", "lost", "sync", "steps", "training")
@@ -247,6 +251,7 @@ def main() -> None:
     """Run the parts and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--gpus", type=int, default=4, help="of the part `lost` (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=28.0, help="for everything (%(default)s)")
     parser.add_argument("--part-minutes", type=float, default=6.0, help="for a process (%(default)s)")
