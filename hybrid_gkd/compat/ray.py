@@ -69,5 +69,8 @@ def is_cancelled() -> bool:
     """Return whether the driver has cancelled the present call of this worker; before Ray 2.54 never."""
     import ray
 
+    if not ray.is_initialized():  # else Ray would be started here
+        return False
     context = ray.get_runtime_context()
-    return ray.is_initialized() and hasattr(context, "is_canceled") and context.is_canceled()
+    in_call = context.worker.mode == ray.WORKER_MODE  # not in the driver
+    return in_call and hasattr(context, "is_canceled") and context.is_canceled()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_gkd.compat.ray import on_loopback
+from hybrid_gkd.compat.ray import is_cancelled, on_loopback
 from hybrid_gkd.compat.torch import ShardAdamW, abandon_backward, copy_each, local_shard, scale_each
 from hybrid_gkd.compat.transformers import block_classes, mixes_in_attention_only, unneeded_keys, use_attention
 from hybrid_gkd.testing import single_process_group
@@ -109,3 +109,9 @@ def test_ray_takes_the_loopback_address():
     with on_loopback():
         assert get_node_ip_address() in {"127.0.0.1", "::1"}
     assert get_node_ip_address() == before
+
+
+def test_a_process_that_is_no_worker_is_not_cancelled_and_starts_no_cluster():
+    before = ray.is_initialized()
+    assert not is_cancelled()
+    assert ray.is_initialized() == before
