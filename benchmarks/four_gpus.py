@@ -77,7 +77,8 @@ class Bench:
         try:
             call(command, log, min(self.deadline, time.monotonic() + 60 * self.args.part_minutes), **environment)
         except SystemExit as error:
-            self.row(name, f"failed: {' '.join(str(error).split())[-300:]}")
+            reason, _, end = str(error).partition(": ")  # an exit code or the deadline, then the log's last lines
+            self.row(name, f"failed, {reason}: {' '.join(end.split())[-300:]}")
             return False
         return True
 

@@ -1,4 +1,6 @@
-"""Restrict a local Ray cluster to the loopback interface and to a token of its own, for which Ray has no options."""
+"""Restrict a local Ray cluster to the loopback interface and to a token of its own, for which Ray has no options; ask
+whether a call is cancelled, which older versions cannot tell.
+"""
 
 from __future__ import annotations
 
