@@ -80,7 +80,7 @@ class StandInEngine:
         jobs, self._jobs = [job[0] for job in self._jobs], []
         return jobs
 
-    def score(self, readings, k, temperature, num_ids=None):
+    def score(self, readings, k, temperature, num_ids=None, adapter=None):
         if self._hangs and any(reading.token_ids[0] == HANG_TOKEN for reading in readings):
             time.sleep(3600)
         time.sleep(self._delay)
