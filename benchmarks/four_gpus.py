@@ -4,35 +4,42 @@
     python benchmarks/four_gpus.py --device cpu --minutes 60         # tiny models, hf engines: a functional test
     python benchmarks/four_gpus.py --only sharded lost
 
-Random weights in the shapes of Qwen2.5. `--folder` keeps the logs of the parts, which are processes of their own:
+Random weights in the shapes of Qwen2.5. `--folder` keeps models, runs and logs. What needs fewer GPUs runs at the same
+time as others on the rest. By the first word of a row:
 
     sharded     a student of 7B on four GPUs from a teacher of 7B on the same ones, all offloads: three steps with one,
-                two and four GPUs for each rollout engine, each publish verified; then on two from the state of four
-    lost        a worker is killed twice and replaced, in one pool and in two (--gpus 2 for a rehearsal on two GPUs)
+                two and four GPUs for each rollout engine, each publish verified; then on two from the state of four,
+                with the teacher on a third
+    lost        a worker is killed within an update and replaced, twice; then another one is killed or, in the separate
+                pools, a rollout worker is stopped, and the run ends
+    training    tokens per second; 7B with gradient checkpointing, and without it in smaller micro-batches
     sync        weights from one GPU to three: packed broadcasts, and one per tensor
-    steps       whole steps of 1.5B from 7B by GPUs, pools, placement of the teacher and scheduler; lengths geometric
-    training    tokens per second on one, two and four GPUs
+    hybrid      whole steps of 1.5B from 7B with both in turns on the same GPUs
+    separate    the same with GPUs of their own for training and rollout
 
-Figures of a run are medians over its steps without the first two; "memory" is the largest sum of a phase and the
-plan's for the same one.
+Lengths of whole steps are log-normal; on the CPU, and elsewhere, geometric (schedules.py). Figures of a run are medians
+over its steps without the first two; "memory" is the largest sum of a phase and the plan's for the same one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import os
 import re
+import signal
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import call, device_name
+from common import call, device_name, own_process
 from schedules import make_inputs
 
 from hybrid_gkd.config.loading import load_config
@@ -42,21 +49,19 @@ from hybrid_gkd.runtime.files import read_json_lines
 
 COLUMNS = ("step", "gen", "update_actor", "wait_prev_teacher", "sync_rollout_weights")
 ROLLOUT = "actor_rollout_ref.rollout"
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
 SEPARATE = "actor_rollout_ref.hybrid_engine=false"
+LENGTHS = "300,0.8,2048"
+"""Of whole steps: log-normal, see answer_lengths.py."""
 WARMUP = 2
-STEPS = {
-    # name: GPUs of the student, of the separate rollout pool, of the teacher (0: it shares the student's), scheduler
-    "hybrid 4, teacher shared, sync": (4, 0, 0, "sync"),
-    "hybrid 4, teacher shared, one_step_off": (4, 0, 0, "one_step_off"),
-    "hybrid 3, teacher on 1, sync": (3, 0, 1, "sync"),
-    "hybrid 3, teacher on 1, one_step_off": (3, 0, 1, "one_step_off"),
-    "separate 1+3, teacher shared, one_step_off": (1, 3, 0, "one_step_off"),
-    "separate 2+2, teacher shared, one_step_off": (2, 2, 0, "one_step_off"),
-    "separate 3+1, teacher shared, one_step_off": (3, 1, 0, "one_step_off"),
-    "hybrid 2, teacher shared, sync": (2, 0, 0, "sync"),
-    "hybrid 2, teacher shared, one_step_off": (2, 0, 0, "one_step_off"),
-    "hybrid 1, teacher shared, sync": (1, 0, 0, "sync"),
-    "hybrid 1, teacher shared, one_step_off": (1, 0, 0, "one_step_off"),
+LOST_STEPS = (2, 4, 6)
+TRAINING = {
+    # shape: name -> arguments of training.py
+    "7b": {
+        "checkpointing": ["--variants", "eager+checkpointing"],
+        "micro-batches of 8k": ["--variants", "eager", "--micro-batch-tokens", "8192", "--micro-batches", "8"],
+    },
+    "1.5b": {"": ["--variants", "eager"]},
 }
 
 
@@ -67,34 +72,43 @@ class Bench:
         self.args, self.folder = args, folder
         self.on_cpu = args.device == "cpu"
         self.deadline = time.monotonic() + 60 * args.minutes
+        self.models: dict[tuple[str, str], list[str]] = {}
+        """Student and teacher -> overrides."""
 
     def row(self, name: str, figures: str) -> None:
         print(f"| {name} | {figures} |", flush=True)
 
-    def attempt(self, name: str, command: list[Any], **environment: str) -> bool:
-        """Run a command; print a row about its end if it fails. Return whether it succeeded."""
-        log = self.folder / f"{name.replace(', ', '-').replace(' ', '_')}.log"
+    def attempt(self, name: str, command: list[Any], gpus: tuple[int, ...], *, fails: bool = False) -> bool:
+        """Run a command on some of the GPUs; print a row about its end unless it ends as expected. Return whether it
+        did."""
+        environment = {"ANSWER_LENGTHS": LENGTHS}
+        environment |= {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        log, failure = self.log(name), "exit code 0: "
         try:
             call(command, log, min(self.deadline, time.monotonic() + 60 * self.args.part_minutes), **environment)
         except SystemExit as error:
-            reason, _, end = str(error).partition(": ")  # an exit code or the deadline, then the log's last lines
-            self.row(name, f"failed, {reason}: {' '.join(end.split())[-300:]}")
-            return False
-        return True
+            failure = str(error)
+        if failure.startswith("exit code 1: " if fails else "exit code 0: "):
+            return True
+        reason, _, end = failure.partition(": ")  # an exit code or the deadline, then the log's last lines
+        self.row(name, f"failed, {reason}: {' '.join(end.split())[-300:]}")
+        return False
 
-    def inputs(self, student: str, teacher: str, steps: int) -> list[str]:
-        """Make models and prompts for a part; return the overrides that name them."""
-        folder = self.folder / f"{student}_{teacher}"
+    def log(self, name: str) -> Path:
+        return self.folder / f"{re.sub('[^a-z0-9.]+', '_', name.lower())}.log"
+
+    def inputs(self, student: str, teacher: str) -> list[str]:
+        """Return the overrides that name models and prompts, which the first call makes."""
         if self.on_cpu:
             student = teacher = "tiny"
-        shapes = argparse.Namespace(
-            student_shape=student, teacher_shape=teacher, mean_length=16 if self.on_cpu else 512, schedules=["sync"],
-            steps=steps, warmup=0, prompts=self.prompts, prompt_length=self.prompt_length,
-        )  # fmt: skip
-        with contextlib.suppress(FileExistsError):  # of an earlier part
-            folder.mkdir(parents=True)
-            return remembered(folder, make_inputs(shapes, folder))
-        return list(json.loads((folder / "inputs.json").read_text(encoding="utf-8")))
+        if (student, teacher) not in self.models:
+            shapes = argparse.Namespace(
+                student_shape=student, teacher_shape=teacher, mean_length=16 if self.on_cpu else 512,
+                schedules=["sync"], steps=16, warmup=0, prompts=self.prompts, prompt_length=self.prompt_length,
+            )  # fmt: skip
+            with own_process() as process:  # its memory of a GPU is free again
+                self.models[student, teacher] = process.submit(make_inputs, shapes, self.folder).result()
+        return self.models[student, teacher]
 
     @property
     def prompts(self) -> int:
@@ -110,97 +124,120 @@ class Bench:
         engines = [f"{ROLLOUT}.name=hf", "actor_rollout_ref.teacher.backend=hf"] if self.on_cpu else []
         return [
             f"trainer.device={self.args.device}", f"trainer.n_gpus_per_node={workers}", "trainer.logger=[jsonl]",
-            f"trainer.experiment_name={name}", f"trainer.total_training_steps={steps}", *engines,
+            f"trainer.experiment_name={self.log(name).stem}", f"trainer.total_training_steps={steps}", *engines,
             f"data.train_batch_size={self.prompts}", f"data.max_prompt_length={self.prompt_length + 8}",
-            f"data.max_response_length={32 if self.on_cpu else 2048}", "actor_rollout_ref.actor.optim.lr=1e-12",
+            f"data.max_response_length={32 if self.on_cpu else 2048}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={self.prompts}", *own,
         ]  # fmt: skip
 
-    def run(self, name: str, overrides: list[str]) -> Path | None:
-        """Train; return the run's folder, or None after a failure, which is printed."""
-        if not self.attempt(name, [sys.executable, "-m", "hybrid_gkd", "--config-name", "gkd", *overrides]):
+    def run(self, name: str, overrides: list[str], gpus: tuple[int, ...], *, fails: bool = False) -> Path | None:
+        """Train; return the run's folder, or None after an end that was not expected, which is printed."""
+        command = [sys.executable, "-m", "hybrid_gkd", "--config-name", "gkd", *overrides]
+        if not self.attempt(name, command, gpus, fails=fails):
             return None
         return load_config(overrides, config_name="gkd").run_dir
 
-    def sharded(self) -> None:
-        """A student of 7B over four GPUs, and over two from the same checkpoint."""
-        inputs, verify = self.inputs("7b", "7b", 16), f"{ROLLOUT}.verify_weights=true"
-        for engine in (1, 2, 4) if not self.on_cpu else (1,):
-            name, saves = f"sharded_tp{engine}", engine == 1
-            own = [f"{ROLLOUT}.tensor_model_parallel_size={engine}", f"trainer.save_freq={3 if saves else 0}", verify]
-            self.train_sharded(f"sharded, engines of {engine}", [*inputs, *self.settings(name, 4, 3, *own)])
-            if saves:
-                own = [*own, "trainer.save_freq=0", "trainer.allow_changed_config=true"]
-                overrides = [*inputs, *self.settings(name, 2, 5, *own)]
-                self.train_sharded("sharded, resumed on 2", overrides)
 
-    def train_sharded(self, name: str, overrides: list[str]) -> None:
-        if (folder := self.run(name, overrides)) is not None:
-            self.row(name, f"{step_figures(folder)}; memory, GiB: {memory_figures(folder)}")
-
-    def lost(self) -> None:
-        """Kill a worker in each of two steps: of one pool, and one of each of two pools."""
-        inputs, all_workers = self.inputs("1.5b", "7b", 16), self.args.gpus
-        for generating in (0, all_workers // 2):
-            training = all_workers - generating
-            name = f"lost_{training}_{generating}"
-            own = [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
-            own += ["trainer.max_restarts=2", "trainer.save_freq=2"]
-            overrides = [*inputs, *self.settings(name, training, 8, *own)]
-            folder = load_config(overrides, config_name="gkd").run_dir
-            killer = threading.Thread(target=kill_workers, args=(folder, (2, 4), self.deadline), daemon=True)
-            killer.start()
-            title = f"lost, separate {training}+{generating}" if generating else f"lost, hybrid {training}"
-            if self.run(title, overrides) is not None:
-                restarts = [row for row in rows_of_starts(folder) if "restart" in row]
-                each = "; ".join(
-                    f"step {row['failed_step']} again after {row['seconds_down']:.0f} s, {row['steps_repeated']} steps "
-                    f"repeated ({row['reason'][:60]})" for row in restarts
-                )
-                self.row(title, each or "failed: no restart")
-
-    def sync(self) -> None:
-        """Broadcast weights from one GPU to three."""
-        for shape in ("1.5b", "7b") if not self.on_cpu else ("tiny",):
-            command = ["benchmarks/weight_sync.py", "--shape", shape, "--gpus", "4", "--device", self.args.device]
-            self.copied_rows(f"sync, {shape}", [sys.executable, *command])
-
-    def training(self) -> None:
-        """Measure updates on one, two and four GPUs."""
-        if self.on_cpu:
-            return self.row("training", "left out: it needs GPUs")
-        for shape in ("7b", "1.5b"):
-            command = ["benchmarks/training.py", "--shape", shape, "--gpus", "4", "2", "1", "--variants", "compile"]
-            self.copied_rows(f"training, {shape}", [sys.executable, *command])
-        return None
-
-    def copied_rows(self, name: str, command: list[Any]) -> None:
-        """Run another benchmark and print the rows of its tables."""
-        if self.attempt(name, command):
-            log = self.folder / f"{name.replace(', ', '-').replace(' ', '_')}.log"
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            for line in lines:
-                if line.startswith("| ") and not line.startswith("| |"):
-                    self.row(name, line.strip("| "))
-
-    def steps(self) -> None:
-        """Measure whole steps."""
-        inputs = self.inputs("1.5b", "7b", 16)
-        for name, (workers, generating, apart, scheduler) in STEPS.items():
-            visible = range(workers + generating + apart)
-            own = [f"trainer.scheduler={scheduler}", "trainer.save_freq=0", "trainer.val_before_train=false"]
-            own += [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
-            environment = {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible))}
-            overrides = [*inputs, *self.settings(name.replace(", ", "-").replace(" ", "_").replace("+", "_"), workers,
-                                                 6, *own)]  # fmt: skip
-            command = [sys.executable, "-m", "hybrid_gkd", "--config-name", "gkd", *overrides]
-            if self.attempt(name, command, **environment):
-                self.row(name, step_figures(load_config(overrides, config_name="gkd").run_dir))
+Job = Callable[[Bench, str, tuple[int, ...]], None]
 
 
-def remembered(folder: Path, inputs: list[str]) -> list[str]:
-    (folder / "inputs.json").write_text(json.dumps(inputs), encoding="utf-8")
-    return inputs
+def sharded(
+    bench: Bench, name: str, gpus: tuple[int, ...], *, workers: int, engine: int = 1, resumes: bool = False,
+) -> None:  # fmt: skip
+    """Train a student of 7B; the first run saves its state, which a later one resumes."""
+    engine = 1 if bench.on_cpu else engine
+    saves = f"trainer.save_freq={3 if engine == 1 and not resumes else 0}"
+    own = [f"{ROLLOUT}.tensor_model_parallel_size={engine}", f"{ROLLOUT}.verify_weights=true", CHECKPOINTING, saves]
+    own += ["actor_rollout_ref.actor.optim.lr=1e-4"]  # each publish differs from the one before
+    own += ["trainer.allow_changed_config=true"] if resumes else []
+    run_name, steps = ("sharded, engines of 1", 5) if resumes else (name, 3)
+    overrides = [*bench.inputs("7b", "7b"), *bench.settings(run_name, workers, steps, *own)]
+    if (folder := bench.run(name, overrides, gpus)) is not None:
+        bench.row(name, f"{step_figures(folder)}; memory, GiB: {memory_figures(folder)}")
+
+
+def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0) -> None:
+    """Kill workers within updates until a run gives up; stop a rollout worker of a separate pool last."""
+    own = [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
+    own += ["trainer.max_restarts=2", "trainer.save_freq=2", "actor_rollout_ref.nccl_timeout=60"]
+    settings = bench.settings(name, len(gpus) - generating, 10, "actor_rollout_ref.actor.optim.lr=1e-12", *own)
+    overrides = [*bench.inputs("1.5b", "7b"), *settings]
+    folder, faults = load_config(overrides, config_name="gkd").run_dir, list[float]()
+    events = [(step, signal.SIGKILL) for step in LOST_STEPS]
+    if generating:
+        events[-1] = (LOST_STEPS[-1], signal.SIGSTOP)
+    threading.Thread(target=disturb, args=(folder, events, faults, bench.deadline), daemon=True).start()
+    if bench.run(name, overrides, gpus, fails=True) is None:
+        return
+    seconds = time.monotonic() - faults[-1]
+    parts = [
+        f"step {row['failed_step']} again after {row['seconds_down']:.0f} s, {row['steps_repeated']} steps repeated "
+        f"({row['reason'][:120]})" for row in rows_of_starts(folder) if "restart" in row
+    ]  # fmt: skip
+    end = re.findall(r"^error: .*", bench.log(name).read_text(encoding="utf-8", errors="replace"), re.M)
+    saved = sorted(int(path.name.rpartition("_")[2]) for path in folder.glob("global_step_*"))
+    last = "the end" if events[-1][1] == signal.SIGKILL else "a stopped worker: the end"
+    parts.append(f"{last} {seconds:.0f} s later, saved: {saved}, {' '.join(end)[:240] or 'no error is named'}")
+    bench.row(name, "; ".join(parts))
+
+
+def disturb(folder: Path, events: list[tuple[int, signal.Signals]], faults: list[float], deadline: float) -> None:
+    """Send a signal to a worker of this process' runs within the update after each given step; note when."""
+    for step, event in events:
+        row: dict[str, Any] | None = None
+        while row is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            rows = list(read_json_lines(folder / "metrics.jsonl")) if (folder / "metrics.jsonl").is_file() else []
+            row = next((each for each in rows if each["step"] >= step and "timing/gen" in each), None)
+        if row is None:
+            return
+        waits = row.get("timing/wait_prev_teacher", 0.0) + row["timing/update_actor"] / 2
+        time.sleep(row["timing/gen"] + waits)
+        workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::Worker")]
+        if not workers:
+            return
+        # The first one started; of separate pools, whose student is rebuilt after that, a rollout worker the next time.
+        oldest, newest = (pick(workers, key=psutil.Process.create_time) for pick in (min, max))
+        os.kill((oldest if event == signal.SIGKILL else newest).pid, event)
+        faults.append(time.monotonic())
+
+
+def sync(bench: Bench, name: str, gpus: tuple[int, ...], *, shape: str) -> None:
+    """Broadcast weights from one GPU to the others."""
+    if bench.on_cpu:
+        shape = "tiny"
+    command = ["benchmarks/weight_sync.py", "--shape", shape, "--gpus", str(len(gpus)), "--device", bench.args.device]
+    copied_rows(bench, name, [sys.executable, *command], gpus)
+
+
+def training(bench: Bench, name: str, gpus: tuple[int, ...], *, shape: str, variant: str = "") -> None:
+    """Measure updates."""
+    if bench.on_cpu:
+        return bench.row(name, "left out: it needs GPUs")
+    bench.inputs(shape, "7b")
+    command = ["benchmarks/training.py", "--shape", shape, "--model", bench.folder / f"student-{shape}"]
+    return copied_rows(
+        bench, name, [sys.executable, *command, "--gpus", str(len(gpus)), *TRAINING[shape][variant]], gpus
+    )
+
+
+def copied_rows(bench: Bench, name: str, command: list[Any], gpus: tuple[int, ...]) -> None:
+    """Run another benchmark and print the rows of its table."""
+    if bench.attempt(name, command, gpus):
+        lines = bench.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in dict.fromkeys(line for line in lines if line.startswith("| ") and not line.startswith("| |")):
+            bench.row(name, line.strip("| "))
+
+
+def whole_steps(bench: Bench, name: str, gpus: tuple[int, ...], *, workers: int, generating: int = 0) -> None:
+    """Measure whole steps of 1.5B from 7B; the teacher has the GPUs that the pools leave, or shares the student's."""
+    own = [f"trainer.scheduler={name.rpartition(' ')[2]}", "trainer.save_freq=0", "trainer.val_before_train=false"]
+    own += [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
+    own += [] if bench.on_cpu else [f"{ROLLOUT}.name=answer_lengths:rollout_engine"]
+    own += ["actor_rollout_ref.actor.optim.lr=1e-12"]
+    overrides = [*bench.inputs("1.5b", "7b"), *bench.settings(name, workers, 6, *own)]
+    if (folder := bench.run(name, overrides, gpus)) is not None:
+        bench.row(name, step_figures(folder))
 
 
 def step_figures(folder: Path) -> str:
@@ -232,38 +269,67 @@ def memory_figures(folder: Path) -> str:
     return f"{'; '.join(phases)}; peak {row.get('perf/max_memory_allocated_gb', float('nan')):.1f}"
 
 
-def kill_workers(folder: Path, after: tuple[int, ...], deadline: float) -> None:
-    """Kill a worker of this process' run once each of these steps is reported."""
-    for step in after:
-        while time.monotonic() < deadline:
-            file = folder / "metrics.jsonl"
-            if file.is_file() and max((row["step"] for row in read_json_lines(file)), default=0) >= step:
-                break
-            time.sleep(0.2)
-        workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::Worker")]
-        if workers:  # the first one started, then the last one: with two pools one of each
-            max(workers, key=lambda each: (1 if step == after[-1] else -1) * each.create_time()).kill()
-
-
-PARTS = ("sharded", "lost", "sync", "steps", "training")
+ALL = (0, 1, 2, 3)
+ROUNDS: list[dict[str, tuple[tuple[int, ...], Job]]] = [
+    # what runs at the same time: name -> GPUs, job
+    {"sharded, engines of 1": (ALL, partial(sharded, workers=4))},
+    {
+        "sharded, resumed on 2, teacher on another": ((0, 1, 2), partial(sharded, workers=2, resumes=True)),
+        "hybrid 1, teacher shared, sync": ((3,), partial(whole_steps, workers=1)),
+    },
+    {"sharded, engines of 4": (ALL, partial(sharded, workers=4, engine=4))},
+    {"lost, hybrid 4": (ALL, lost)},
+    {"lost, separate 1+3": (ALL, partial(lost, generating=3))},
+    {"training, 7b on 4, checkpointing": (ALL, partial(training, shape="7b", variant="checkpointing"))},
+    {"training, 7b on 4, micro-batches of 8k": (ALL, partial(training, shape="7b", variant="micro-batches of 8k"))},
+    {
+        "training, 7b on 2, checkpointing": ((0, 1), partial(training, shape="7b", variant="checkpointing")),
+        "training, 7b on 1, checkpointing": ((2,), partial(training, shape="7b", variant="checkpointing")),
+        "training, 1.5b on 1": ((3,), partial(training, shape="1.5b")),
+    },
+    {"training, 1.5b on 4": (ALL, partial(training, shape="1.5b"))},
+    {
+        "training, 1.5b on 2": ((0, 1), partial(training, shape="1.5b")),
+        "hybrid 2, teacher shared, sync": ((2, 3), partial(whole_steps, workers=2)),
+    },
+    {"sync, 1.5b": (ALL, partial(sync, shape="1.5b"))},
+    {"sync, 7b": (ALL, partial(sync, shape="7b"))},
+    {"hybrid 4, teacher shared, sync": (ALL, partial(whole_steps, workers=4))},
+    {"hybrid 4, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=4))},
+    {"hybrid 3, teacher on 1, sync": (ALL, partial(whole_steps, workers=3))},
+    {"hybrid 3, teacher on 1, one_step_off": (ALL, partial(whole_steps, workers=3))},
+    {"separate 1+3, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=1, generating=3))},
+    {"separate 2+2, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=2, generating=2))},
+    {"separate 3+1, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=3, generating=1))},
+    {"sharded, engines of 2": (ALL, partial(sharded, workers=4, engine=2))},
+    {
+        "hybrid 2, teacher shared, one_step_off": ((0, 1), partial(whole_steps, workers=2)),
+        "hybrid 1, teacher shared, one_step_off": ((2,), partial(whole_steps, workers=1)),
+    },
+]
+PARTS = list(dict.fromkeys(re.split("[ ,]", name)[0] for jobs in ROUNDS for name in jobs))
 
 
 def main() -> None:
     """Run the parts and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--gpus", type=int, default=4, help="of the part `lost` (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", default=[""], help=f"beginnings of rows, such as {', '.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=28.0, help="for everything (%(default)s)")
     parser.add_argument("--part-minutes", type=float, default=6.0, help="for a process (%(default)s)")
     parser.add_argument("--folder", type=Path, help="of models, runs and logs; default: a temporary one")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor() as threads:
         bench = Bench(args, args.folder or Path(temporary))
         bench.folder.mkdir(parents=True, exist_ok=True)
         print(f"{device_name(args.device)}\n\n| part | figures |\n|---|---|", flush=True)
-        for part in args.only:
-            getattr(bench, part)()
+        for student in ("7b", "1.5b"):  # before jobs that run at the same time
+            bench.inputs(student, "7b")
+        for jobs in ROUNDS:
+            chosen = {name: job for name, job in jobs.items() if name.startswith(tuple(args.only))}
+            futures = [threads.submit(job, bench, name, gpus) for name, (gpus, job) in chosen.items()]
+            for future in futures:
+                future.result()
 
 
 if __name__ == "__main__":

@@ -51,11 +51,13 @@ def empty_model(shape: str) -> Qwen2ForCausalLM:
     return model
 
 
-def make_model(folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
+def make_model(
+    folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast | None = None, *, seed: int = 0,
+) -> Path:
     """A folder of random bf16 weights."""
     model = empty_model(shape)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for name, parameter in model.named_parameters():
         values = torch.ones(parameter.shape, device=device)

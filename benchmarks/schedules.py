@@ -71,10 +71,12 @@ PARTS = tuple(f"update_actor/{part}" for part in ("compute", "optimizer_step", "
 
 
 def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Models and prompts; the overrides that name them."""
-    tokenizer = full_tokenizer(args.student_shape)
-    student = make_model(folder / "student", args.student_shape, tokenizer)
-    teacher = make_model(folder / "teacher", args.teacher_shape, tokenizer)
+    """Models, if the folder lacks them, and prompts; the overrides that name them."""
+    tokenizer = full_tokenizer(min(args.student_shape, "1.5b", key=lambda shape: SHAPES[shape][5]))
+    student, teacher = folder / f"student-{args.student_shape}", folder / f"teacher-{args.teacher_shape}"
+    for seed, (path, shape) in enumerate([(student, args.student_shape), (teacher, args.teacher_shape)]):
+        if not path.exists():
+            make_model(path, shape, tokenizer, seed=seed)
     rng = np.random.default_rng(0)
     ends = rng.choice(len(tokenizer), len(tokenizer) // args.mean_length, replace=False)
     (student / "generation_config.json").write_text(json.dumps({"eos_token_id": ends.tolist()}), encoding="utf-8")

@@ -121,14 +121,16 @@ def configure(args: argparse.Namespace, variant: str, model: Path, world_size: i
     )  # fmt: skip
 
 
-def train(rank: int, world_size: int, variant: str, model: Path, args: argparse.Namespace, results: Any) -> None:
+def train(
+    rank: int, world_size: int, variant: str, model: Path, rendezvous: Path, args: argparse.Namespace, results: Any,
+) -> None:
     """One rank: measures and, as rank 0, puts the figures into `results`."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{model.parent / f'{variant}{world_size}'}",
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{rendezvous}",
         rank=rank, world_size=world_size,
     )  # fmt: skip
     batches = make_batch(args, world_size)
@@ -191,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="configuration keys, dotted.key=value")
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--model", type=Path, help="folder of a model of this shape; default: random weights")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["eager", "compile"])
     parser.add_argument("--micro-batches", type=int, default=4, help="per GPU and optimizer step")
@@ -207,12 +210,13 @@ def main() -> None:
     ]
     heading = ""
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", args.shape)
+        model = args.model or make_model(Path(folder) / "model", args.shape)
         for variant in args.variants:
             single = None
             for world_size in args.gpus:
                 results = mp.get_context("spawn").SimpleQueue()
-                mp.spawn(train, (world_size, variant, model, args, results), nprocs=world_size)
+                rendezvous = Path(folder) / f"{variant}{world_size}"
+                mp.spawn(train, (world_size, variant, model, rendezvous, args, results), nprocs=world_size)
                 r = results.get()
                 speed = r["tokens"] / r["step"]
                 single = single or speed
