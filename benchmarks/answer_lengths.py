@@ -35,8 +35,10 @@ def force_lengths(engine: Any) -> None:
 
 def rollout_engine(config: Any, **arguments: Any) -> Any:
     """For `actor_rollout_ref.rollout.name`: the program's vLLM engine with forced lengths."""
-    from hybrid_gkd.rollout.vllm import VLLMRolloutEngine  # TRL's Python need not have it
+    from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids  # TRL's Python need not have them
+    from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 
-    engine = VLLMRolloutEngine(config, **arguments)
+    num_ids = num_token_ids(load_tokenizer(config.actor_rollout_ref.model.path))
+    engine = VLLMRolloutEngine(config, num_ids=num_ids, **arguments)
     force_lengths(engine.engine)
     return engine

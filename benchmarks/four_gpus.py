@@ -233,7 +233,8 @@ def whole_steps(bench: Bench, name: str, gpus: tuple[int, ...], *, workers: int,
     """Measure whole steps of 1.5B from 7B; the teacher has the GPUs that the pools leave, or shares the student's."""
     own = [f"trainer.scheduler={name.rpartition(' ')[2]}", "trainer.save_freq=0", "trainer.val_before_train=false"]
     own += [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
-    own += [] if bench.on_cpu else [f"{ROLLOUT}.name=answer_lengths:rollout_engine"]
+    if not bench.on_cpu:  # an engine by import path gets no part of the plan
+        own += [f"{ROLLOUT}.name=answer_lengths:rollout_engine", f"{ROLLOUT}.gpu_memory_utilization=0.3"]
     own += ["actor_rollout_ref.actor.optim.lr=1e-12"]
     overrides = [*bench.inputs("1.5b", "7b"), *bench.settings(name, workers, 6, *own)]
     if (folder := bench.run(name, overrides, gpus)) is not None:
@@ -275,7 +276,7 @@ ROUNDS: list[dict[str, tuple[tuple[int, ...], Job]]] = [
     {"sharded, engines of 1": (ALL, partial(sharded, workers=4))},
     {
         "sharded, resumed on 2, teacher on another": ((0, 1, 2), partial(sharded, workers=2, resumes=True)),
-        "hybrid 1, teacher shared, sync": ((3,), partial(whole_steps, workers=1)),
+        "hybrid 1, teacher shared, one_step_off": ((3,), partial(whole_steps, workers=1)),
     },
     {"sharded, engines of 4": (ALL, partial(sharded, workers=4, engine=4))},
     {"lost, hybrid 4": (ALL, lost)},
@@ -284,7 +285,7 @@ ROUNDS: list[dict[str, tuple[tuple[int, ...], Job]]] = [
     {"training, 7b on 4, micro-batches of 8k": (ALL, partial(training, shape="7b", variant="micro-batches of 8k"))},
     {
         "training, 7b on 2, checkpointing": ((0, 1), partial(training, shape="7b", variant="checkpointing")),
-        "training, 7b on 1, checkpointing": ((2,), partial(training, shape="7b", variant="checkpointing")),
+        "hybrid 1, teacher shared, sync": ((2,), partial(whole_steps, workers=1)),
         "training, 1.5b on 1": ((3,), partial(training, shape="1.5b")),
     },
     {"training, 1.5b on 4": (ALL, partial(training, shape="1.5b"))},
@@ -296,16 +297,16 @@ ROUNDS: list[dict[str, tuple[tuple[int, ...], Job]]] = [
     {"sync, 7b": (ALL, partial(sync, shape="7b"))},
     {"hybrid 4, teacher shared, sync": (ALL, partial(whole_steps, workers=4))},
     {"hybrid 4, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=4))},
+    {"separate 2+2, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=2, generating=2))},
+    {"separate 1+3, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=1, generating=3))},
+    {"separate 3+1, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=3, generating=1))},
     {"hybrid 3, teacher on 1, sync": (ALL, partial(whole_steps, workers=3))},
     {"hybrid 3, teacher on 1, one_step_off": (ALL, partial(whole_steps, workers=3))},
-    {"separate 1+3, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=1, generating=3))},
-    {"separate 2+2, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=2, generating=2))},
-    {"separate 3+1, teacher shared, one_step_off": (ALL, partial(whole_steps, workers=3, generating=1))},
-    {"sharded, engines of 2": (ALL, partial(sharded, workers=4, engine=2))},
     {
         "hybrid 2, teacher shared, one_step_off": ((0, 1), partial(whole_steps, workers=2)),
-        "hybrid 1, teacher shared, one_step_off": ((2,), partial(whole_steps, workers=1)),
+        "training, 7b on 1, checkpointing": ((2,), partial(training, shape="7b", variant="checkpointing")),
     },
+    {"sharded, engines of 2": (ALL, partial(sharded, workers=4, engine=2))},
 ]
 PARTS = list(dict.fromkeys(re.split("[ ,]", name)[0] for jobs in ROUNDS for name in jobs))
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_gkd.compat.ray import is_cancelled
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.rollout.rendezvous import open_store
 from hybrid_gkd.rollout.weights import Layout, Names, split_buckets
@@ -126,6 +127,9 @@ class WeightSync:
 
     def _finish(self, bucket: Bucket, work: Any, deadline: float) -> Bucket:
         while not work.is_completed():
+            if is_cancelled():  # another member has failed, for which NCCL would wait
+                self._group.abort()
+                raise WorkerError("weight sync cancelled: another worker of the group has failed")
             if time.monotonic() > deadline:
                 self._group.abort()
                 raise WorkerError(f"weight sync not complete within {self._limit}: a worker of the group hangs")

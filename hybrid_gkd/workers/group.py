@@ -276,10 +276,8 @@ class WorkerGroup:
     def _sync_weights(self, weight_version: int) -> list[dict[str, float]]:
         """Transfer weights from pool to pool. The log lines are documented: users search for them when a run hangs."""
         logger.info("Starting rollout weight synchronization...")
-        started = time.monotonic()
-        sending = self.actors.start("send_weights", self._dtype)
-        receiving = self.rollouts.start("receive_weights", weight_version)
-        still_sending = set(sending)
+        started, limit = time.monotonic(), Timeout(self.timeout, NCCL_KEY)
+        sending, receiving, still_sending = Calls(), Calls(), set[Any]()
 
         def on_answer(ref: Any) -> None:
             if still_sending:
@@ -290,10 +288,16 @@ class WorkerGroup:
                     logger.info(text, self.timeout, NCCL_KEY)
 
         try:
+            here = self.actors.start("placement") | self.rollouts.start("placement")
+            gather("weight sync", here, limit)  # so that nothing is sent to a lost worker
+            sending = self.actors.start("send_weights", self._dtype)
+            receiving = self.rollouts.start("receive_weights", weight_version)
+            still_sending |= sending.keys()
             # At the timeout a waiting worker raises; one that does not answer is the cause.
-            limit = Timeout(self.timeout, NCCL_KEY)
             seconds = gather("weight sync", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
         except HybridGKDError as error:
+            for call in sending | receiving:  # they would wait for the failed one until their timeout
+                ray.cancel(call)
             logger.error("Rollout weight sync failed after %.2fs: %s", time.monotonic() - started, error)
             raise
         logger.info("Rollout weight sync completed in %.2fs", time.monotonic() - started)

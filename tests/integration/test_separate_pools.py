@@ -16,10 +16,12 @@ from test_workers import learn_values, make_config, random_batch, shares
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, RewardText, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
+from hybrid_gkd.workers.pool import gather
 
 REQUESTS = [
     GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i)
@@ -222,6 +224,34 @@ def test_a_rollout_worker_without_memory_is_named_and_one_that_is_lost_and_the_s
         with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
             generate(group)
         assert group.can_save()
+
+
+@pytest.mark.alone
+def test_a_sender_does_not_wait_for_the_others_where_a_receiver_has_failed(model, tmp_path):
+    """NCCL would wait until the timeout, and the student could not be saved until then."""
+
+    def fail(worker):
+        def fails(*_):
+            raise ValueError("planted")
+
+        worker.engine.load_weights = fails
+
+    def take_nothing(worker):
+        import time
+
+        worker.engine.load_weights = lambda *_: time.sleep(300)
+
+    with make_group(separate(model, tmp_path, 1, 2)) as group:
+        group.publish(0)
+        first, second = group.rollouts.workers
+        ray.get([first.__ray_call__.remote(take_nothing), second.__ray_call__.remote(fail)], timeout=60)
+        with pytest.raises(WorkerError, match=r"rollout worker 1 failed in receive_weights: ValueError: planted"):
+            group.publish(1)
+        gather("synchronize", group.actors.start("synchronize"), Timeout(30.0))
+        os.kill(pids(group.rollouts)[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"rollout worker 1 died in weight sync"):
+            group.publish(2)
+        gather("synchronize", group.actors.start("synchronize"), Timeout(30.0))
 
 
 @pytest.mark.alone

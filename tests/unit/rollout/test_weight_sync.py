@@ -81,6 +81,13 @@ def test_a_sender_that_sends_nothing_ends_the_receiving_at_the_timeout(members):
         list(receiver.receive())
 
 
+def test_a_cancelled_call_ends_long_before_the_timeout(members, monkeypatch):
+    (sender, _), executor = members(2, timeout=600.0)
+    monkeypatch.setattr("hybrid_gkd.rollout.weight_sync.is_cancelled", lambda: True)
+    with pytest.raises(WorkerError, match="weight sync cancelled: another worker of the group has failed"):
+        executor.submit(sender.send, iter(handed_out(make_weights()))).result(60)
+
+
 @pytest.mark.slow
 def test_a_member_that_never_comes_is_an_error_that_names_the_address():
     options = {"layout": [], "dtype": torch.float32, "device": torch.device("cpu"), "bucket_bytes": 100}
