@@ -18,7 +18,7 @@ time as others on the rest. By the first word of a row:
     separate    the same with GPUs of their own for training and rollout
 
 Lengths of whole steps are log-normal; on the CPU, and elsewhere, geometric (schedules.py). Figures of a run are medians
-over its steps without the first two; "memory" is the largest sum of a phase and the plan's for the same one.
+over its steps without the first two; memory is measured (planned).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def sharded(
     run_name, steps = ("sharded, engines of 1", 5) if resumes else (name, 3)
     overrides = [*bench.inputs("7b", "7b"), *bench.settings(run_name, workers, steps, *own)]
     if (folder := bench.run(name, overrides, gpus)) is not None:
-        bench.row(name, f"{step_figures(folder)}; memory, GiB: {memory_figures(folder)}")
+        bench.row(name, f"{step_figures(folder)}; GiB: {memory_figures(folder)}")
 
 
 def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0) -> None:
@@ -252,22 +252,30 @@ def step_figures(folder: Path) -> str:
     return f"{', '.join(times)} s, {speed:.0f} tokens/s"
 
 
-def planned_memory(folder: Path) -> dict[str, float]:
-    """Return the plan's GiB on a worker by phase, from the run's log."""
+def planned_memory(folder: Path) -> dict[str, dict[str, float]]:
+    """Return phase -> owner -> GiB on a worker of the last plan in the run's log."""
     log = (folder / RUN_LOG).read_text(encoding="utf-8")
-    return {phase: float(size) for phase, size in re.findall(r"^  (\w+) +([\d.]+) = ", log, re.M)}
+    phases = re.findall(r"^  (\w+) +[\d.]+ = (.+)$", log, re.M)
+    return {phase: {name: float(size) for name, _, size in (each.rpartition(" ") for each in owners.split(", "))}
+            for phase, owners in phases}  # fmt: skip
 
 
 def memory_figures(folder: Path) -> str:
-    """Return each phase's measured and planned memory."""
-    planned = planned_memory(folder)
-    row = list(read_json_lines(folder / "metrics.jsonl"))[-1]
-    found: dict[str, float] = {}
+    """Return measured and planned memory by owner, and the peak of the training process.
+
+    The plan is what the phases need. Where there is room, the optimizer state arrives during the update's last backward
+    pass, so that the peak has both.
+    """
+    plan, row = planned_memory(folder), list(read_json_lines(folder / "metrics.jsonl"))[-1]
+    parts = []
     for name, value in row.items():
-        if name.startswith("memory/"):
-            found[name.split("/")[1]] = found.get(name.split("/")[1], 0.0) + value
-    phases = (f"{phase} {found[phase]:.1f}, planned {planned[phase]:.1f}" for phase in found if phase in planned)
-    return f"{'; '.join(phases)}; peak {row.get('perf/max_memory_allocated_gb', float('nan')):.1f}"
+        _, phase, owner, *_ = [*name.removesuffix("_gb").split("/"), "", ""]
+        if name.startswith("memory/") and owner in plan.get(phase, {}):
+            parts.append(f"{phase} {owner} {value:.1f} ({plan[phase][owner]:.1f})")
+    update = {name: size for name, size in plan["update"].items() if name not in ("teacher", "sleeping engine")}
+    peak = sum(update.values()) + plan["optimizer_step"]["optimizer_state"]
+    measured = row.get("perf/max_memory_allocated_gb", float("nan"))
+    return f"{', '.join(parts)}; peak {measured:.1f} (update and optimizer state {peak:.1f})"
 
 
 ALL = (0, 1, 2, 3)
