@@ -52,42 +52,14 @@ class VLLMRolloutEngine(RolloutEngine):
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         takes_turns = config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
         self.can_sleep, self.stop_token_ids = device.type == "cuda" and takes_turns, stop_token_ids
-        max_model_len = config.engine_length
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         rows = hf_config.get_text_config().vocab_size
         num_ids = rows if num_ids is None else num_ids
         if num_ids < rows:
             _check_sharded_sampling(rollout, num_ids)
-        arguments: dict[str, Any] = {
-            "model": model.path,
-            "skip_tokenizer_init": True,
-            "trust_remote_code": model.trust_remote_code,
-            "hf_overrides": overrides_for_engine(hf_config, model.override_config),
-            "load_format": "dummy",  # all weights are published before the first generation
-            "generation_config": "vllm",  # sampling defaults in the model folder must not change the distribution
-            "logprobs_mode": "processed_logprobs",  # under the distribution that is sampled from
-            "tensor_parallel_size": rollout.tensor_model_parallel_size,
-            "distributed_executor_backend": "external_launcher",
-            "disable_custom_all_reduce": True,  # it looks peers up by index, and each worker sees one GPU
-            "enable_sleep_mode": self.can_sleep,
-            "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len, rollout.max_num_seqs),
-            "enforce_eager": rollout.enforce_eager,
-            "seed": rollout.seed,
-            "max_model_len": max_model_len,
-            "max_num_seqs": rollout.max_num_seqs,
-            "disable_log_stats": True,
-        }
-        arguments |= vllm_compat.device_engine_args(
-            device.type, dtype=engine_dtype(rollout.dtype, device.type), max_model_len=max_model_len,
-            max_num_seqs=rollout.max_num_seqs, hf_config=hf_config,
-        )
-        arguments |= vllm_compat.seeded_sampling_args(device.type)
-        if not rollout.enforce_eager:
-            arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
+        arguments = _engine_arguments(config, hf_config, device_type=device.type, sleeps=self.can_sleep)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _memory_fraction(rollout.gpu_memory_utilization, room)
-        if rollout.fast_paths:
-            arguments |= fast_scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
         self.llm.collective_rpc(vllm_compat.unlink_shared_memory)
         if num_ids < rows:
@@ -99,7 +71,7 @@ class VLLMRolloutEngine(RolloutEngine):
         """Scheduler with the short path for decode steps; None if vLLM's own is used."""
         self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)
-        logger.info("rollout engine: KV cache for %.0f sequences of %d tokens", capacity, max_model_len)
+        logger.info("rollout engine: KV cache for %.0f sequences of %d tokens", capacity, config.engine_length)
         self.dtype: torch.dtype = self.engine.model_config.dtype
         self.description = f"vllm {vllm_compat.vllm_version()}"
         self.weight_bytes: int = self.llm.apply_model(num_bytes)[0]
@@ -218,6 +190,41 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def wake_kv_cache(self) -> None:
         self.llm.wake_up(tags=["kv_cache"])
+
+
+def _engine_arguments(config: Config, hf_config: Any, *, device_type: str, sleeps: bool) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`, but for its share of a GPU."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    max_model_len = config.engine_length
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": overrides_for_engine(hf_config, model.override_config),
+        "load_format": "dummy",  # all weights are published before the first generation
+        "generation_config": "vllm",  # sampling defaults in the model folder must not change the distribution
+        "logprobs_mode": "processed_logprobs",  # under the distribution that is sampled from
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,  # it looks peers up by index, and each worker sees one GPU
+        "enable_sleep_mode": sleeps,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len, rollout.max_num_seqs),
+        "enforce_eager": rollout.enforce_eager,
+        "seed": rollout.seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "disable_log_stats": True,
+    }
+    arguments |= vllm_compat.device_engine_args(
+        device_type, dtype=engine_dtype(rollout.dtype, device_type), max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs, hf_config=hf_config,
+    )
+    arguments |= vllm_compat.seeded_sampling_args(device_type)
+    if not rollout.enforce_eager:
+        arguments |= vllm_compat.decode_graph_args(device_type, rollout.max_num_seqs)
+    if rollout.fast_paths:
+        arguments |= fast_scheduler.engine_args(rollout.engine_kwargs.vllm)
+    return arguments
 
 
 def _check_sharded_sampling(rollout: RolloutConfig, num_ids: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hybrid_gkd.compat.torch import ShardAdamW, abandon_backward, local_shard, scale_each
@@ -98,19 +98,11 @@ class ShardedModel:
             shape = (self.world_size // shard_size, shard_size)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         self._shard_group = mesh.get_group(mesh.ndim - 1)
-        reduce_dtype = torch.promote_types(dtype, torch.float32)
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         self._saved = set(self.hf_model.state_dict())
         self._blocks = decoder_blocks(self.hf_model)  # before fully_shard, which changes class names
-        groups = block_groups(self._blocks)
-        for blocks in groups:
-            frees = self.fsdp.reshard_after_forward and blocks is not groups[-1]  # the backward pass begins with these
-            fully_shard(blocks, reshard_after_forward=frees, **options)
-        if new_head:
-            fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32), reshard_after_forward=False)
-        # The backward pass needs the head's weight first: do not free it in between.
-        fully_shard(self.model, reshard_after_forward=False, **options)
+        reduce_dtype = torch.promote_types(dtype, torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
+        self._shard(mesh, policy, new_head=head if new_head else None)
         materialize(self.model, device)
         own = set(map(id, head.parameters())) if new_head else set()
         new = {name for name, parameter in self.named_parameters() if id(parameter) in own}
@@ -123,6 +115,18 @@ class ShardedModel:
         self._frozen = [p for p in parameters if not p.requires_grad]
         fused = device.type == "cuda"
         self.optimizer = None if optim is None else make_optimizer(self._trained, optim, fused=fused)
+
+    def _shard(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, new_head: nn.Module | None) -> None:
+        """Let FSDP2 shard groups of blocks, a new head, which computes in float32, and the rest."""
+        groups = block_groups(self._blocks)
+        for blocks in groups:
+            frees = self.fsdp.reshard_after_forward and blocks is not groups[-1]  # the backward pass begins with these
+            fully_shard(blocks, reshard_after_forward=frees, mesh=mesh, mp_policy=policy)
+        if new_head is not None:
+            in_float32 = MixedPrecisionPolicy(torch.float32)
+            fully_shard(new_head, mesh=mesh, mp_policy=in_float32, reshard_after_forward=False)
+        # The backward pass needs the head's weight first: do not free it in between.
+        fully_shard(self.model, reshard_after_forward=False, mesh=mesh, mp_policy=policy)
 
     def parameters(self) -> list[Tensor]:
         """Return this rank's shards of the trained parameters."""
