@@ -121,6 +121,27 @@ def test_a_service_by_hand_serves_each_adapter_by_its_name(folder, tmp_path):
         assert [line.split()[1] for line in status.stdout.splitlines() if line.startswith("adapter ")] == ["a", "b"]
 
 
+def test_a_store_of_scores_tells_the_adapter_from_the_model(folder, tmp_path):
+    rows = [{"prompt": f"What is {i} + {i}?", "response": f"It is {2 * i}."} for i in range(3)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shutil.copytree(folder / "base", tmp_path / "student")
+    tokenizer = load_tokenizer(str(tmp_path / "student"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}<|a|>{{ m['content'] }}{{ eos_token }}{% else %}"
+        "{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "student")
+    command = [
+        "score", "answers.jsonl", "--student=student", f"--ckpt-path={folder / 'base'}", "--backend=hf", "--device=cpu",
+        "--topk=9", "--out=store", "data.max_prompt_length=32", "data.max_response_length=24",
+    ]  # fmt: skip
+    own = f"actor_rollout_ref.teacher.model.lora_adapter_path={folder / 'a'}"
+    for more, teacher in [([own], "base with adapter teacher"), ([], "base")]:
+        done = run_module("hybrid_gkd.teacher", *command, *more, cwd=tmp_path)
+        assert f"3 completions by {teacher}" in done.stdout, done.stdout + done.stderr
+        assert ", 3 of them new" in done.stdout
+
+
 def run_module(module, *arguments, cwd=None):
     return subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT,
