@@ -52,7 +52,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
 SEPARATE = "actor_rollout_ref.hybrid_engine=false"
 LENGTHS = "300,0.8,2048"
-"""Of whole steps: log-normal, see answer_lengths.py."""
+"""Log-normal lengths of whole steps, see answer_lengths.py."""
 WARMUP = 2
 LOST_STEPS = (2, 4, 6)
 TRAINING = {
