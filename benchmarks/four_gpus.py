@@ -83,15 +83,15 @@ class Bench:
         did."""
         environment = {"ANSWER_LENGTHS": LENGTHS}
         environment |= {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-        log, failure = self.log(name), "exit code 0: "
+        log, end = self.log(name), "exit code 0: "
         try:
             call(command, log, min(self.deadline, time.monotonic() + 60 * self.args.part_minutes), **environment)
         except SystemExit as error:
-            failure = str(error)
-        if failure.startswith("exit code 1: " if fails else "exit code 0: "):
+            end = str(error)
+        if end.startswith(f"exit code {int(fails)}: "):
             return True
-        reason, _, end = failure.partition(": ")  # an exit code or the deadline, then the log's last lines
-        self.row(name, f"failed, {reason}: {' '.join(end.split())[-300:]}")
+        reason, _, text = end.partition(": ")  # an exit code or the deadline, then the log's last lines
+        self.row(name, f"failed, {reason}: {' '.join(text.split())[-300:]}")
         return False
 
     def log(self, name: str) -> Path:
@@ -169,6 +169,8 @@ def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0)
     threading.Thread(target=disturb, args=(folder, events, faults, bench.deadline), daemon=True).start()
     if bench.run(name, overrides, gpus, fails=True) is None:
         return
+    if len(faults) < len(events):
+        return bench.row(name, f"failed: it ended after {len(faults)} of {len(events)} faults, see {bench.log(name)}")
     seconds = time.monotonic() - faults[-1]
     parts = [
         f"step {row['failed_step']} again after {row['seconds_down']:.0f} s, {row['steps_repeated']} steps repeated "
@@ -178,7 +180,7 @@ def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0)
     saved = sorted(int(path.name.rpartition("_")[2]) for path in folder.glob("global_step_*"))
     last = "the end" if events[-1][1] == signal.SIGKILL else "a stopped worker: the end"
     parts.append(f"{last} {seconds:.0f} s later, saved: {saved}, {' '.join(end)[:240] or 'no error is named'}")
-    bench.row(name, "; ".join(parts))
+    return bench.row(name, "; ".join(parts))
 
 
 def disturb(folder: Path, events: list[tuple[int, signal.Signals]], faults: list[float], deadline: float) -> None:
@@ -214,7 +216,6 @@ def training(bench: Bench, name: str, gpus: tuple[int, ...], *, shape: str, vari
     """Measure updates."""
     if bench.on_cpu:
         return bench.row(name, "left out: it needs GPUs")
-    bench.inputs(shape, "7b")
     command = ["benchmarks/training.py", "--shape", shape, "--model", bench.folder / f"student-{shape}"]
     return copied_rows(
         bench, name, [sys.executable, *command, "--gpus", str(len(gpus)), *TRAINING[shape][variant]], gpus

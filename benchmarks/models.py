@@ -31,8 +31,9 @@ NUM_UNUSED_ROWS = 271
 
 
 def full_tokenizer(shape: str) -> PreTrainedTokenizerFast:
-    """Number of tokens that the model of this shape uses."""
-    return make_tokenizer(num_words=SHAPES[shape][5] - NUM_UNUSED_ROWS - len(make_tokenizer()))
+    """A tokenizer that fills the vocabulary of a model of this shape; the same for 0.5b, 1.5b and 7b."""
+    rows = min(SHAPES[shape][5], SHAPES["1.5b"][5])
+    return make_tokenizer(num_words=rows - NUM_UNUSED_ROWS - len(make_tokenizer()))
 
 
 def empty_model(shape: str) -> Qwen2ForCausalLM:
@@ -51,9 +52,7 @@ def empty_model(shape: str) -> Qwen2ForCausalLM:
     return model
 
 
-def make_model(
-    folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast | None = None, *, seed: int = 0,
-) -> Path:
+def make_model(folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast | None = None, *, seed: int = 0) -> Path:
     """A folder of random bf16 weights."""
     model = empty_model(shape)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -72,7 +72,7 @@ PARTS = tuple(f"update_actor/{part}" for part in ("compute", "optimizer_step", "
 
 def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
     """Models, if the folder lacks them, and prompts; the overrides that name them."""
-    tokenizer = full_tokenizer(min(args.student_shape, "1.5b", key=lambda shape: SHAPES[shape][5]))
+    tokenizer = full_tokenizer(args.student_shape)
     student, teacher = folder / f"student-{args.student_shape}", folder / f"teacher-{args.teacher_shape}"
     for seed, (path, shape) in enumerate([(student, args.student_shape), (teacher, args.teacher_shape)]):
         if not path.exists():

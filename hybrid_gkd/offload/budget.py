@@ -127,6 +127,8 @@ class Memory:
     teacher_bytes: dict[str, tuple[float, float]]
     """Label -> bytes of a teacher's weights, and of its KV cache or largest forward pass, on each GPU that it shares
     with workers."""
+    loads_in_parallel: bool
+    """Whether engine and teacher load at the same time if a GPU has room for `fixed_cache`."""
 
     def phases(self, total_bytes: int | None) -> dict[str, dict[str, float]]:
         """Return phase -> owner -> bytes on each device.
@@ -139,7 +141,8 @@ class Memory:
         owners = {"engine_weights": self.engine.weights, **self.owners}
         moves = self.moves | dict.fromkeys(ENGINE_OWNERS, self.sleeps)
         if total_bytes is not None:
-            owners["kv_cache"] = max(0.0, self.engine_fraction(total_bytes) * total_bytes - self.engine.weights)
+            sized_by_vllm = max(0.0, self.engine_fraction(total_bytes) * total_bytes - self.engine.weights)
+            owners["kv_cache"] = self.fixed_cache(total_bytes) or sized_by_vllm
         for phase, wanted in RESIDENCY.items():
             optional = {"kv_cache", FROZEN} | (set() if phase == "ema_teacher" else {EMA})
             if not owners.keys() >= wanted - optional:
@@ -192,6 +195,14 @@ class Memory:
             return self.configured_fraction
         taken = sum(self._shared_fractions(total_bytes).values())
         return self.engine_memory.fraction(total_bytes=total_bytes, free_bytes=int((1 - taken) * total_bytes))
+
+    def fixed_cache(self, total_bytes: int) -> float | None:
+        """Return the bytes of the engine's KV cache if it is fixed, so that a teacher can load beside it; None: vLLM
+        sizes it by the free memory."""
+        if not self.loads_in_parallel:
+            return None
+        engine, room = self.engine, self.engine_fraction(total_bytes) * total_bytes
+        return engine.useful_cache if room >= engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES else None
 
     @property
     def engine_memory(self) -> EngineMemory:

@@ -24,7 +24,6 @@ from hybrid_gkd.config import (
 )
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
 from hybrid_gkd.offload.budget import (
-    ENGINE_WORKSPACE_BYTES,
     EXCLUSIVE_FRACTION,
     SLEEPING_FRACTION,
     UPDATES,
@@ -173,6 +172,7 @@ def plan_memory(
             teacher.label: _teacher_bytes(teacher) for teacher in run_teachers(config)
             if teacher.label in teachers and teachers[teacher.label].fraction is None
         },
+        loads_in_parallel=any(place.shares_gpu for place in teachers.values()) and _can_fix_caches(config),
     )  # fmt: skip
 
 
@@ -274,28 +274,29 @@ def _hf_forward_bytes(spec: ModelSpec, longest: int) -> int:
     return max(limit, longest) * max(spec.forward_bytes_per_token, spec.logits_bytes_per_token)
 
 
+def _can_fix_caches(config: Config) -> bool:
+    """Return whether the KV caches of rollout engine and local teacher may have sizes of the plan: no fraction or cache
+    is configured, the engine sleeps, and there is one teacher, with short sequences."""
+    arr, key = config.actor_rollout_ref, "kv_cache_memory_bytes"
+    sections = (arr.rollout, arr.teacher)
+    given = any(each.gpu_memory_utilization is not None or key in each.engine_kwargs.vllm for each in sections)
+    sleeps, short = arr.hybrid_engine and arr.rollout.free_cache_engine, 2 * config.teacher_length <= TEACHER_TOKENS
+    return sleeps and short and not given and not has_several_teachers(config)
+
+
 def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None) -> Config | None:
     """Return the configuration with fixed KV cache sizes, so that rollout engine and local teacher can load in
-    parallel.
+    parallel; None if they cannot, see `Memory.fixed_cache`.
 
-    On a shared GPU vLLM otherwise sizes its cache by the free memory, which must not change during that. Returns None
-    if fixed sizes are impossible: a fraction or cache is configured, the card has less room than the engine can use,
-    the teacher's sequences are long, there are several teachers, or the engine never sleeps; also if no GPU of
-    `total_bytes` is shared.
+    On a shared GPU vLLM otherwise sizes its cache by the free memory, which must not change during that.
     """
-    arr = config.actor_rollout_ref
-    rollout, teacher, key = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
-    given = (each.gpu_memory_utilization is not None or key in each.engine_kwargs.vllm for each in (rollout, teacher))
-    if any(given) or not (memory.hybrid and memory.sleeps) or 2 * config.teacher_length > TEACHER_TOKENS:
+    if total_bytes is None or (cache := memory.fixed_cache(total_bytes)) is None:
         return None
-    if total_bytes is None or not memory.shares_gpu or has_several_teachers(config):
-        return None
-    engine, fraction = memory.engine, memory.engine_fraction(total_bytes)
-    if fraction * total_bytes < engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES:
-        return None
-    own = {**rollout.engine_kwargs.vllm, key: int(engine.useful_cache)}
+    arr, key = config.actor_rollout_ref, "kv_cache_memory_bytes"
+    rollout, teacher = arr.rollout, arr.teacher
+    own = {**rollout.engine_kwargs.vllm, key: int(cache)}
     engine_kwargs = replace(rollout.engine_kwargs, vllm=own)
-    rollout = replace(rollout, gpu_memory_utilization=fraction, engine_kwargs=engine_kwargs)
+    rollout = replace(rollout, gpu_memory_utilization=memory.engine_fraction(total_bytes), engine_kwargs=engine_kwargs)
     if not is_plain(teacher.backend):
         own = {**teacher.engine_kwargs.vllm, key: int(memory.teacher_bytes["teacher"][1])}
         teacher = replace(teacher, engine_kwargs=replace(teacher.engine_kwargs, vllm=own))

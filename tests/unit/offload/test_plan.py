@@ -270,6 +270,7 @@ def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_cach
     given, own = found.actor_rollout_ref.rollout, found.actor_rollout_ref.teacher
     sequences = 256 * (2048 + 128) * SEVEN_B.kv_bytes_per_token
     assert given.engine_kwargs.vllm == {"kv_cache_memory_bytes": sequences}
+    assert memory(before, SEVEN_B).phases(CARD)["rollout"]["kv_cache"] == sequences  # the plan shows what is given
     assert own.engine_kwargs.vllm == {"quantization": "fp8", "kv_cache_memory_bytes": 32768 * token}
     assert given.gpu_memory_utilization == 0.38
     assert before.actor_rollout_ref.rollout.gpu_memory_utilization is None  # what the user gave stays as it is
