@@ -18,7 +18,7 @@ time as others on the rest. By the first word of a row:
     separate    the same with GPUs of their own for training and rollout
 
 Lengths of whole steps are log-normal; on the CPU, and elsewhere, geometric (schedules.py). Figures of a run are medians
-over its steps without the first two; memory is measured (planned).
+over the steps that generate, without the first two; memory is measured (planned).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def whole_steps(bench: Bench, name: str, gpus: tuple[int, ...], *, workers: int,
 def step_figures(folder: Path) -> str:
     """Return the medians of a run's times and its throughput."""
     rows = list(read_json_lines(folder / "metrics.jsonl"))
-    counted = [row for row in rows if "timing/step" in row]
+    counted = [row for row in rows if "timing/gen" in row]  # not the last step of a schedule that generates ahead
     counted = counted[WARMUP:] or counted  # a resumed run may have few
     times = (f"{column} {statistics.median(row.get(f'timing/{column}', 0.0) for row in counted):.2f}"
              for column in COLUMNS)  # fmt: skip

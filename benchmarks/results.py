@@ -147,8 +147,10 @@ GRPO = Method(
     title="GRPO", overrides=f"distillation.enabled=false data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8",
     settings=grid((1e-5, 3e-5, 3e-6), (32, 8)),  # at 1e-4 all rewards are lost within 60 steps
 )  # fmt: skip
+REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
     "opd": Method(title="on-policy distillation"),
+    "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
     "sft_teacher": Method(title="SFT on the teacher's completions", overrides=f"{SFT} {GIVEN}", given="teacher"),
     "sft_teacher_long": Method(
         title="SFT on the teacher's completions, four passes", overrides=f"{SFT} {GIVEN}", given="teacher",
@@ -165,12 +167,16 @@ MANY = {
 }
 LENGTHS = (1.0, 0.3)
 """Supervised training needs fewer passes over few prompts."""
-FEW_METHODS = {name: MANY[name] for name in ("opd", "mixed", "off_policy", "sft_teacher", "sft_data", "grpo")} | {
+FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sft_teacher_long", "trl")} | {
     name: replace(MANY[name], settings=grid((3e-4, 1e-4, 1e-3), (32,), LENGTHS))
     for name in ("off_policy", "sft_teacher", "sft_data")
-} | {name: replace(MANY[name], settings=grid((3e-4, 1e-3, 1e-4), (32, 16))) for name in ("opd", "mixed")}
+} | {name: replace(MANY[name], settings=grid((3e-4, 1e-3, 1e-4), (32, 16))) for name in ("opd", "opd_reverse", "mixed")}
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
+    "opd_reverse": Method(
+        title="then on-policy distillation, reverse KL",
+        overrides=f"{GIVEN} distillation.on_policy_fraction=1 {REVERSE}",
+    ),
     "sft_teacher": Method(title="then more SFT", overrides=f"{SFT} {GIVEN}"),
     # Its batches have an eighth of the prompts: a warm start on as many completions takes eight times as many steps.
     "grpo": replace(

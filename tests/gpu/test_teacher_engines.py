@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 import pytest
 import torch
+from adapters import SETTINGS, make_adapter
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
@@ -21,6 +22,7 @@ EMBEDDINGS, TOLERANCE = 40011, 0.02
 """Mean difference; single ones depend on how much bfloat16 costs this model, so on a plain forward in it."""
 # name: (number of readings, K, temperature)
 JOBS = {"one": (5, 1, 1.0), "few": (9, 64, 0.7), "many": (9, 256, 1.0), "more than the kernels take": (3, 600, 1.0)}
+ADAPTER_JOBS = ["one", "few"]
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +57,81 @@ def score_all(folder, backend):
     return found, engine.info.vocab_size
 
 
-@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.skipif(
+backends = pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.skipif(
     not vllm_available(), reason="vLLM is not installed"))])  # fmt: skip
-def test_close_to_float32(model_path, backend):
+
+
+def in_process(function, *arguments):
+    """vLLM changes its process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found, num_ids = pool.submit(score_all, model_path, backend).result(TIMEOUT)
-    exact, plain = (
-        AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).cuda().eval()
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    for name, (count, k, temperature) in JOBS.items():
-        for reading, score in zip(make_readings(count), found[name], strict=True):
-            expected, rounded = (logprobs(model, reading, temperature, num_ids) for model in (exact, plain))
-            worst = max(TOLERANCE, 2 * float(np.abs(rounded - expected).max()))
-            top = -np.sort(-expected, axis=1)[:, :k]
-            chosen = np.take_along_axis(expected, score.ids, 1)
-            sampled = expected[np.arange(len(score.ids)), reading.token_ids[reading.positions]]
-            assert ((score.ids >= 0) & (score.ids < num_ids)).all(), name
-            assert (np.diff(np.sort(score.ids, axis=1), axis=1) > 0).all(), name
-            assert (chosen >= top[:, -1:] - worst).all(), name
-            assert np.abs(score.logprobs - chosen).mean() < TOLERANCE, name
-            np.testing.assert_allclose(score.logprobs, chosen, atol=worst, rtol=0, err_msg=name)
-            np.testing.assert_allclose(score.sampled_logprobs, sampled, atol=worst, rtol=0, err_msg=name)
-            others = expected.astype(np.float64)
-            np.put_along_axis(others, score.ids, -np.inf, 1)  # what the engine chose, which rounding may have swapped
-            tail = np.logaddexp.reduce(others, 1)
-            np.testing.assert_allclose(score.tail_logprobs, tail, atol=worst, rtol=0, err_msg=name)
+        return pool.submit(function, *arguments).result(TIMEOUT)
+
+
+def load_twice(path):
+    return [AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
+            for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+
+
+@backends
+def test_close_to_float32(model_path, backend):
+    found, num_ids = in_process(score_all, model_path, backend)
+    models = load_twice(model_path)
+    for name in JOBS:
+        check_job(name, found[name], models, num_ids)
+
+
+def check_job(job, found, models, num_ids):
+    """Compare scores with a forward pass of the first model, in float32; the second one is rounded to bfloat16."""
+    count, k, temperature = JOBS[job]
+    for reading, score in zip(make_readings(count), found, strict=True):
+        expected, rounded = (logprobs(model, reading, temperature, num_ids) for model in models)
+        worst = max(TOLERANCE, 2 * float(np.abs(rounded - expected).max()))
+        top = -np.sort(-expected, axis=1)[:, :k]
+        chosen = np.take_along_axis(expected, score.ids, 1)
+        sampled = expected[np.arange(len(score.ids)), reading.token_ids[reading.positions]]
+        assert ((score.ids >= 0) & (score.ids < num_ids)).all(), job
+        assert (np.diff(np.sort(score.ids, axis=1), axis=1) > 0).all(), job
+        assert (chosen >= top[:, -1:] - worst).all(), job
+        assert np.abs(score.logprobs - chosen).mean() < TOLERANCE, job
+        np.testing.assert_allclose(score.logprobs, chosen, atol=worst, rtol=0, err_msg=job)
+        np.testing.assert_allclose(score.sampled_logprobs, sampled, atol=worst, rtol=0, err_msg=job)
+        others = expected.astype(np.float64)
+        np.put_along_axis(others, score.ids, -np.inf, 1)  # what the engine chose, which rounding may have swapped
+        tail = np.logaddexp.reduce(others, 1)
+        np.testing.assert_allclose(score.tail_logprobs, tail, atol=worst, rtol=0, err_msg=job)
+
+
+def score_with_adapters(folder, backend, adapters):
+    """Requests of the model alone and of each adapter alternate, so that steps mix them."""
+    engine = load_scoring_engine(EngineOptions(
+        ckpt_path=folder, backend=backend, dtype="bfloat16", n_logprobs=64, gpu_memory_utilization=0.3,
+        adapters=adapters,
+    ))  # fmt: skip
+    for job in ADAPTER_JOBS:
+        count, k, temperature = JOBS[job]
+        for name in (None, *dict(adapters)):
+            engine.add((job, name), make_readings(count), k, temperature, None, name)
+    found = {}
+    while engine.num_tokens:
+        found |= dict(engine.step())
+    return found, engine.info.vocab_size
+
+
+@backends
+def test_each_adapter_scores_as_the_merged_model(model_path, backend, tmp_path):
+    adapters = []
+    for seed, (name, settings) in enumerate(SETTINGS.items()):
+        folder = make_adapter(model_path, tmp_path / name, seed=seed, merged=tmp_path / f"{name}-merged", **settings)
+        adapters.append((name, str(folder)))
+    found, num_ids = in_process(score_with_adapters, model_path, backend, tuple(adapters))
+    for name in (None, *SETTINGS):
+        models = load_twice(model_path if name is None else tmp_path / f"{name}-merged")
+        for job in ADAPTER_JOBS:
+            check_job(job, found[job, name], models, num_ids)
+            if name is not None:
+                apart = [a.sampled_logprobs - b.sampled_logprobs
+                         for a, b in zip(found[job, name], found[job, None], strict=True)]  # fmt: skip
+                assert np.abs(np.concatenate(apart)).mean() > 10 * TOLERANCE  # the adapter matters
 
 
 @torch.inference_mode()
