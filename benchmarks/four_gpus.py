@@ -10,8 +10,8 @@ time as others on the rest. By the first word of a row:
     sharded     a student of 7B on four GPUs from a teacher of 7B on the same ones, all offloads: three steps with one,
                 two and four GPUs for each rollout engine, each publish verified; then on two from the state of four,
                 with the teacher on a third
-    lost        a worker is killed within an update and replaced, twice; then another one is killed or, in the separate
-                pools, a rollout worker is stopped, and the run ends
+    lost        a worker is killed within an update and replaced, twice, in separate pools one of each; then another
+                one is killed or, in the separate pools, a rollout worker is stopped, and the run ends
     training    tokens per second; 7B with gradient checkpointing, and without it in smaller micro-batches
     sync        weights from one GPU to three: packed broadcasts, and one per tensor
     hybrid      whole steps of 1.5B from 7B with both in turns on the same GPUs
@@ -24,6 +24,7 @@ over the steps that generate, without the first two; memory is measured (planned
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -157,15 +158,15 @@ def sharded(
 
 
 def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0) -> None:
-    """Kill workers within updates until a run gives up; stop a rollout worker of a separate pool last."""
+    """Kill workers within updates until a run gives up; of separate pools one of each, then stop a rollout worker."""
     own = [SEPARATE, f"rollout.n_gpus_per_node={generating}"] if generating else []
     own += ["trainer.max_restarts=2", "trainer.save_freq=2", "actor_rollout_ref.nccl_timeout=60"]
     settings = bench.settings(name, len(gpus) - generating, 10, "actor_rollout_ref.actor.optim.lr=1e-12", *own)
     overrides = [*bench.inputs("1.5b", "7b"), *settings]
     folder, faults = load_config(overrides, config_name="gkd").run_dir, list[float]()
-    events = [(step, signal.SIGKILL) for step in LOST_STEPS]
+    events = [(step, signal.SIGKILL, not generating or step == LOST_STEPS[0]) for step in LOST_STEPS]
     if generating:
-        events[-1] = (LOST_STEPS[-1], signal.SIGSTOP)
+        events[-1] = (LOST_STEPS[-1], signal.SIGSTOP, False)
     threading.Thread(target=disturb, args=(folder, events, faults, bench.deadline), daemon=True).start()
     if bench.run(name, overrides, gpus, fails=True) is None:
         return
@@ -183,25 +184,31 @@ def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0)
     return bench.row(name, "; ".join(parts))
 
 
-def disturb(folder: Path, events: list[tuple[int, signal.Signals]], faults: list[float], deadline: float) -> None:
-    """Send a signal to a worker of this process' runs within the update after each given step; note when."""
-    for step, event in events:
-        row: dict[str, Any] | None = None
-        while row is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+def disturb(folder: Path, events: list[tuple[int, signal.Signals, bool]], faults: list[float], deadline: float) -> None:
+    """Send a signal within the update after each given step, to a worker that trains or to another one; note when."""
+    for step, event, trains in events:
+        row, updating, others = None, list[int](), list[int]()
+        while row is None or not updating:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
             rows = list(read_json_lines(folder / "metrics.jsonl")) if (folder / "metrics.jsonl").is_file() else []
             row = next((each for each in rows if each["step"] >= step and "timing/gen" in each), None)
-        if row is None:
-            return
-        waits = row.get("timing/wait_prev_teacher", 0.0) + row["timing/update_actor"] / 2
-        time.sleep(row["timing/gen"] + waits)
-        workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::Worker")]
-        if not workers:
-            return
-        # The first one started; of separate pools, whose student is rebuilt after that, a rollout worker the next time.
-        oldest, newest = (pick(workers, key=psutil.Process.create_time) for pick in (min, max))
-        os.kill((oldest if event == signal.SIGKILL else newest).pid, event)
+            updating, others = workers()
+        time.sleep(row["timing/update_actor"] / 2)
+        os.kill((updating if trains else others)[0], event)
         faults.append(time.monotonic())
+
+
+def workers() -> tuple[list[int], list[int]]:
+    """Return the pids of this process' workers that are in an update, and of the others; Ray names them by the call."""
+    updating, others = list[int](), list[int]()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            title = " ".join(process.cmdline()[:1])
+            if title.startswith("ray::Worker"):
+                (updating if title.startswith("ray::Worker.update") else others).append(process.pid)
+    return updating, others
 
 
 def sync(bench: Bench, name: str, gpus: tuple[int, ...], *, shape: str) -> None:
