@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
-from hybrid_gkd.config import UNNAMED, Config, RunTeacher, has_several_teachers, run_teachers
+from hybrid_gkd.config import DEFAULT_TEACHER, UNNAMED, Config, RunTeacher, has_several_teachers, run_teachers
 from hybrid_gkd.data.routing import TeacherColumn
 from hybrid_gkd.errors import ConfigError, call_all, rename_section
 from hybrid_gkd.types import Task
@@ -27,11 +27,10 @@ def for_each_teacher(config: Config, check: Callable[[RunTeacher], str]) -> str:
 
 
 def teacher_column(config: Config) -> TeacherColumn | None:
-    """Return the column that names each row's teacher; None with one teacher."""
-    if not has_several_teachers(config):
-        return None
-    keys = dict.fromkeys(teacher.key for teacher in run_teachers(config))
-    return TeacherColumn(config.distillation.teacher_key, tuple(keys))
+    """Return the column that names each row's teacher; None where all teachers score all rows."""
+    keys = tuple(dict.fromkeys(teacher.key for teacher in run_teachers(config)))
+    is_needed = has_several_teachers(config) and keys != (DEFAULT_TEACHER,)
+    return TeacherColumn(config.distillation.teacher_key, keys) if is_needed else None
 
 
 def describe_routing(config: Config, train_prompts: list[Task]) -> str:

@@ -70,3 +70,13 @@ def test_an_error_names_the_section_of_its_teacher_or_the_row(folder, overrides,
     for part in parts:
         assert part.format(folder) in str(caught.value)
     assert "actor_rollout_ref.teacher" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_teachers_of_all_rows_need_no_column(folder, tmp_path):
+    rows = [{"prompt": f"What is {i}?"} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    facts = checked(
+        folder, f"data.train_files={tmp_path}/train.jsonl", f"{MODELS}.math.key=default", "distillation.ensemble=sum"
+    )
+    assert {prompt.teacher for prompt in facts.train_prompts} == {"default"}
