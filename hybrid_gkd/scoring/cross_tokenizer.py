@@ -57,10 +57,14 @@ class Aligner:
     def align(self, task: Task, sample: Sample) -> Alignment:
         """Return the completion of a sample in the tokens of both."""
         if self.events.is_same:
-            trained = sample.positions
-            tokens = Tokens(ids=sample.trained_ids, starts=trained, ends=trained + 1)
-            every, places = np.ones(len(trained), bool), np.arange(len(trained))
-            return Alignment(teacher=tokens, student=tokens, matched=places, covered=every)
+            mask = sample.loss_mask[len(task.token_ids) :]
+            trained, ids = np.flatnonzero(mask), sample.tokens[len(task.token_ids) :]
+            places = np.arange(len(ids))
+            return Alignment(
+                teacher=Tokens(ids=ids, starts=places, ends=places + 1),
+                student=Tokens(ids=ids[mask], starts=trained, ends=trained + 1), matched=trained,
+                covered=np.ones(len(trained), bool),
+            )  # fmt: skip
         room = self.limit - len(task.token_ids if task.teacher_ids is None else task.teacher_ids)
         ids, start = sample.tokens[len(task.token_ids) :], 0
         parts, own = list[Tokens](), list[Tokens]()

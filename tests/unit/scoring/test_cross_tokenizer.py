@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
+from hybrid_gkd import testing
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.terms import Student, by_event
@@ -145,6 +146,21 @@ def test_with_the_same_tokenizer_the_scores_are_the_teachers_to_the_last_digit(n
         assert np.array_equal(found.ids[chosen], scores.ids.ravel())
         assert np.array_equal(found.tail_logprobs, scores.tail_logprobs)
         assert np.array_equal(found.sampled_logprobs, scores.sampled_logprobs)
+
+
+def test_with_the_same_tokenizer_the_teacher_reads_what_is_not_trained():
+    """As with another one: given completions have such tokens between those that are trained."""
+    own = spelled("bytes")
+    ids = own.encode(b"a tool has said 7")[0]
+    mask = [place % 3 > 0 for place in range(len(ids))]
+    sample = testing.make_sample(prompt=TASK.token_ids, completion=ids, loss_mask=[False, False, *mask], status="given")
+    events = [TokenEvents(teacher, own, {}, num_ids=len(own.bytes), num_columns=64)
+              for teacher in (own, spelled("bytes"))]  # fmt: skip
+    same, aligned = (Aligner(each, limit=100).align(TASK, sample) for each in events)
+    assert events[0].is_same and not events[1].is_same
+    assert same.teacher.ids.tolist() == aligned.teacher.ids.tolist() == ids
+    assert same.matched.tolist() == aligned.matched.tolist() == np.flatnonzero(mask).tolist()
+    assert same.student.ids.tolist() == aligned.student.ids.tolist()
 
 
 def without_unknown(ids, spelling):
