@@ -69,8 +69,8 @@ def _teacher_prompt_fn(config: Config) -> Rules:
         yield key, loss.enabled, "needs distillation.enabled=true"
         yield key, config.data.teacher_prompt_key is None, "must be null with data.teacher_prompt_key; use one of them"
         yield key, not loss.as_reward, "must be null with distillation.as_reward, which needs a score of each token"
-        stored = config.actor_rollout_ref.teacher.is_stored
-        yield key, not stored, f"needs a teacher service, not scores stored in {ARR}.teacher.cache"
+        stored = [f"{each.where}.cache" for each in run_teachers(config) if each.section.is_stored]
+        yield key, not stored, f"needs a teacher service, not scores stored in {', '.join(stored)}"
 
 
 def distillation_loss(config: Config) -> Rules:
@@ -136,10 +136,10 @@ def distillation_loss(config: Config) -> Rules:
     yield f"{key}.candidates", not (own_candidates and loss.as_reward), f"{needs}.as_reward, which has none"
     all_sampled = not own and used == takes_samples
     yield f"{key}.candidates", not (own_candidates and all_sampled), f"{needs}.loss_mode={mode}, which has none"
-    cache = config.actor_rollout_ref.teacher.cache
+    cached = [f"{each.where}.cache" for each in run_teachers(config) if each.section.cache is not None]
     yield (
-        f"{key}.candidates", not own_candidates or cache is None,
-        f"must be teacher with {ARR}.teacher.cache, which has the teacher's",
+        f"{key}.candidates", not (own_candidates and cached),
+        f"must be teacher with {', '.join(cached)}, which has the teacher's",
     )
 
 

@@ -92,14 +92,14 @@ def rules_between_fields(config: Config) -> Rules:
 
 
 def _determinism(config: Config) -> Rules:
-    key, teacher = f"{ARR}.actor.fsdp_config.full_determinism", config.actor_rollout_ref.teacher
+    key = f"{ARR}.actor.fsdp_config.full_determinism"
     yield key, not config.full_determinism or config.trainer.scheduler == "sync", (
         "needs trainer.scheduler=sync: otherwise the order of requests to the teacher depends on time"
     )
-    given = config.distillation.enabled and teacher.server_ip is not None
-    yield key, not (config.full_determinism and given), (
-        f"needs a teacher that the run starts ({ARR}.teacher.model.path): a service computes requests of several "
-        "clients together, and rounds differently with each composition of its batches"
+    services = [each.where for each in run_teachers(config) if each.section.server_ip is not None]
+    yield key, not (config.full_determinism and services), (
+        f"needs a teacher that the run starts (model.path instead of server_ip in {', '.join(services)}): a service "
+        "computes requests of several clients together, and rounds differently with each composition of its batches"
     )
 
 
@@ -450,12 +450,13 @@ def _several_teachers(config: Config) -> Rules:
         yield f"{NAMED}.{name}.source", teacher.source == "model", f"must be model: only {UNNAMED} may be the student"
         yield f"{NAMED}.{name}.weight", mixes or teacher.weight == 1, "needs distillation.ensemble=mixture or sum"
         yield (
-            f"{NAMED}.{name}.chat_template", teacher.chat_template == templates[keys[place]],
-            f"must be the same for all teachers with the key {keys[place]}",
-        )
-        yield (
             f"{NAMED}.{name}.overlap_rollout", teacher.overlap_rollout,
             f"must be left out: {UNNAMED}.overlap_rollout is for all teachers",
+        )
+    for each in run_teachers(config):
+        yield (
+            f"{each.where}.chat_template", each.section.chat_template == templates[each.key],
+            f"must be the same for all teachers with the key {each.key}",
         )
 
 

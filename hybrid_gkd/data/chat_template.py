@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,23 +45,31 @@ def plain_text(chat: Chat, tools: Tools, who: str) -> str:
 def tokenize_chats(
     messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
     templates: Sequence[str | None] | None = None, tools: list[Tools] | None = None,
-) -> list[list[int]]:
-    """Return token ids of each conversation; `templates` replace the tokenizer's chat template where not None."""
-    tools, templates = tools or [None] * len(messages), templates or [None] * len(messages)
-    if not any(templates) and not tokenizer.chat_template:
-        places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
-        return encode_open(tokenizer, list(map(plain_text, messages, tools, places)))
-    texts, ids = list[str](), list[list[int]]()
-    for row, (conversation, own, template) in enumerate(zip(messages, tools, templates, strict=True), 1):
-        render = renderer(tokenizer, options, f"{where}, row {row}", template)
-        text = render(conversation, tools=own, add_generation_prompt=True)
-        if own and not any(tools[: row - 1]) and text == render(conversation, add_generation_prompt=True):
-            logger.warning("%s, row %d: the chat template ignores the column %r", where, row, TOOLS)
-        texts.append(text)
-        if len(texts) == BATCH or row == len(messages):
-            ids += tokenizer(texts, add_special_tokens=False).input_ids
-            texts.clear()
-    return ids
+    rows: Sequence[int] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """Return token ids of each conversation.
+
+    Args:
+        templates: replace the tokenizer's chat template where not None.
+        rows: numbers of the conversations in messages; None: from 1 on.
+    """
+    number = len(messages)
+    tools, templates, rows = tools or [None] * number, templates or [None] * number, rows or range(1, number + 1)
+    plain, rendered = list[int](), list[int]()
+    for place, template in enumerate(templates):
+        (rendered if template or tokenizer.chat_template else plain).append(place)
+    texts = [plain_text(messages[each], tools[each], f"{where}, row {rows[each]}: the tokenizer") for each in plain]
+    found = dict(zip(plain, encode_open(tokenizer, texts) if texts else [], strict=True))
+    for start in range(0, len(rendered), BATCH):
+        batch, texts = rendered[start : start + BATCH], []
+        for place in batch:
+            own, at = tools[place], f"{where}, row {rows[place]}"
+            render = renderer(tokenizer, options, at, templates[place])
+            texts.append(render(messages[place], tools=own, add_generation_prompt=True))
+            if own and not any(tools[:place]) and texts[-1] == render(messages[place], add_generation_prompt=True):
+                logger.warning("%s: the chat template ignores the column %r", at, TOOLS)
+        found |= zip(batch, tokenizer(texts, add_special_tokens=False).input_ids, strict=True)
+    return [found[place] for place in range(number)]
 
 
 def tokenize_chat(
@@ -85,7 +92,9 @@ def renderer(
     It raises DataError if the template rejects the conversation, takes longer than `TEMPLATE_SECONDS`, or makes too
     long a text.
     """
-    named = "actor_rollout_ref.teacher.chat_template" if template else f"the chat template of {tokenizer.name_or_path}"
+    named = f"the chat template of {tokenizer.name_or_path}"
+    if template:
+        named = "the chat_template of its teacher (actor_rollout_ref.teacher or distillation.teacher_models)"
 
     def late() -> DataError:
         return DataError(f"{where}: {named} did not render it within {Timeout(TEMPLATE_SECONDS)}")

@@ -206,12 +206,13 @@ def _teacher_prompts(
         return None
     shown = [own or student for own, student in zip(table.teacher_messages, table.messages, strict=True)]
     chosen = [templates.get(key) for key in table.teachers]
-    found = tokenize(shown, templates=chosen)
-    for key, tokenizer in tokenizers.items():
-        rows = [row for row, each in enumerate(table.teachers) if each == key]
-        of_rows = [[values[row] for row in rows] for values in (shown, chosen, table.tools)]
-        own = tokenize(of_rows[0], tokenizer=tokenizer, templates=of_rows[1], tools=of_rows[2]) if rows else []
-        for row, ids in zip(rows, own, strict=True):
+    found = [list[int]()] * len(shown)
+    for key in (None, *tokenizers):  # None: all whose tokenizer is the student's
+        rows = [row for row, each in enumerate(table.teachers) if (each if each in tokenizers else None) == key]
+        chats, of_rows, tools = ([values[row] for row in rows] for values in (shown, chosen, table.tools))
+        own = {} if key is None else {"tokenizer": tokenizers[key]}
+        all_ids = tokenize(chats, templates=of_rows, tools=tools, rows=[row + 1 for row in rows], **own)
+        for row, ids in zip(rows, all_ids, strict=True):
             found[row] = ids
     return found
 

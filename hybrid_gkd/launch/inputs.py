@@ -368,22 +368,22 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str 
     """Limit drawn and scored ids to a model's embedding `rows`, and warn of tokens that this excludes.
 
     Such tokens were added to the tokenizer only, or to another model. `of_teacher`: key of the teacher whose prompts
-    are checked; None checks the student's. Raises DataError: a prompt has one; ModelError: only such tokens end a
-    completion.
+    are checked; None checks the student's. Raises DataError: a prompt or a given completion has one; ModelError: only
+    such tokens end a completion.
     """
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
-            if of_teacher not in (None, prompt.teacher):
-                continue
-            ids = prompt.teacher_ids if of_teacher and prompt.teacher_ids is not None else prompt.token_ids
-            if prompt.response_ids is not None:
-                ids = np.concatenate([ids, prompt.response_ids])
-            if (largest := int(ids.max(initial=0))) >= rows:
-                raise DataError(
-                    f"{key}: the prompt of row {prompt.row} has the token "
-                    f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
-                    f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
-                )
+            parts = {"given completion": prompt.response_ids}  # trained ids are limited for all teachers
+            if of_teacher in (None, prompt.teacher):
+                own = prompt.teacher_ids if of_teacher else None
+                parts["prompt"] = prompt.token_ids if own is None else own
+            for name, ids in parts.items():
+                if ids is not None and (largest := int(ids.max(initial=0))) >= rows:
+                    raise DataError(
+                        f"{key}: the {name} of row {prompt.row} has the token "
+                        f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
+                        f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
+                    )
     if facts.num_ids is None or rows >= facts.num_ids:
         return
     excluded = facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:MAX_SHOWN])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hybrid_gkd.config import Config, run_teachers
-from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.config.loading import examine_config, load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Facts
@@ -59,8 +59,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("words", nargs="+", metavar="FILE", help="as data.train_files, and dotted.key=value for keys of the run")
     add("--out", required=True, metavar="STORE", help="folder, on a local disk")
-    add("--response-key", default="response", help="column with the completion (%(default)s)")
-    add("--prompt-key", default="prompt", help="column with the prompt, as data.prompt_key (%(default)s)")
+    add("--response-key", help="column with the completion, as data.response_key; default: that of the recipe, or "
+        "response")
+    add("--prompt-key", help="column with the prompt, as data.prompt_key")
     add("--student", metavar="MODEL", help="as actor_rollout_ref.model.path: sets tokenizer and chat template; "
         "default: --ckpt-path")
     add("--topk", type=positive, help="as distillation.topk")
@@ -94,11 +95,15 @@ def make_config(options: argparse.Namespace) -> Config:
         "data.prompt_key": options.prompt_key, "data.response_key": options.response_key,
         "distillation.topk": options.topk, "trainer.logger": [],
         "distillation.temperature": options.temperature, f"{teacher}.model.path": options.ckpt_path,
-        f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys, "data.train_batch_size": 1,
+        f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys,
     }  # fmt: skip
-    known = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
-    config = load_config([*known, *options.overrides], config_name=options.config_name)
+    words = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None] + options.overrides
+    recipe, _ = examine_config(words, config_name=options.config_name)
+    if recipe is not None and recipe.data.response_key is None:
+        words.append("data.response_key=response")
+    config = load_config(words, config_name=options.config_name)
     config.distillation.teacher_models = {}  # the given teacher scores all completions
+    config.data.train_batch_size = 1  # any number of rows will do
     return config
 
 

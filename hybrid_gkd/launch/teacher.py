@@ -95,7 +95,7 @@ def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, S
     section, loss = config.actor_rollout_ref.teacher, config.distillation
     assert section.cache is not None
     needs = StudentNeeds(
-        tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer),
+        tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=num_token_ids(tokenizer),
         max_sequence_length=config.max_reading_length, topk=loss.topk, temperature=loss.temperature,
     )
     with contextlib.closing(ScoreStore(section.cache)) as store:

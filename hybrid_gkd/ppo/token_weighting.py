@@ -42,7 +42,7 @@ class Weighting:
 
     def after_scoring(self, sample: Sample) -> Sample:
         """Return the sample that is trained, given one with the teacher's scores."""
-        return self._weighed(sample) if self.needs_scores and "teacher" in sample.signals else sample
+        return self._weighed(sample) if self.needs_scores and teacher_scores(sample) else sample
 
     def without_others(self, tasks: Iterable[Task], samples: list[Sample]) -> list[Sample]:
         """Give tokens weight 0 in the terms of teachers that do not score their rows."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from hybrid_gkd.scoring.teacher_router import TeacherGroup
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
-from hybrid_gkd.types import Pair, Scored, TopK
+from hybrid_gkd.types import Pair, Sample, Scored, TopK
 
 
 class MixtureScorer(TeacherGroup):
@@ -30,17 +30,21 @@ class MixtureScorer(TeacherGroup):
     def submit(self, pairs: list[Pair]) -> list[Future[Any]]:
         """Send the samples to every teacher without waiting for scores. Raises the clients' errors."""
         by_teacher = [scorer.submit(pairs) for scorer in self.scorers.values()]
-        return [_combined(futures, self.join) for futures in zip(*by_teacher, strict=True)]
+        return [
+            _combined(futures, functools.partial(self.join, sample=sample))
+            for (_, sample), *futures in zip(pairs, *by_teacher, strict=True)
+        ]
 
-    def join(self, scores: Sequence[TopK]) -> Scored:
+    def join(self, scores: Sequence[TopK], sample: Sample) -> Scored:
         """Return the scores of a sample from those of every teacher."""
-        return mixture(scores, self.weights)
+        given = sample.topk("student_topk").ids if "student_topk" in sample.signals else None
+        return mixture(scores, self.weights, given)
 
 
 class SumScorer(MixtureScorer):
     """Scores each sample with all teachers, whose losses are terms of their own."""
 
-    def join(self, scores: Sequence[TopK]) -> Scored:
+    def join(self, scores: Sequence[TopK], sample: Sample) -> Scored:
         """Return the scores of every teacher by signal."""
         return {f"teacher/{name}": each for name, each in zip(self.scorers, scores, strict=True)}
 
@@ -76,7 +80,7 @@ def mean_scores(scores: Scored, weights: Mapping[str, float]) -> TopK:
     return mixture([*scores.values()], [weights[name] / total for name in scores])
 
 
-def mixture(scores: Sequence[TopK], weights: Sequence[float]) -> TopK:
+def mixture(scores: Sequence[TopK], weights: Sequence[float], given_ids: np.ndarray | None = None) -> TopK:
     """Return the weighted mean of teachers' probabilities on the K most likely of all their candidates.
 
     A token that is not a candidate of a teacher has its share of that teacher's tail there, so that its probability is
@@ -85,6 +89,7 @@ def mixture(scores: Sequence[TopK], weights: Sequence[float]) -> TopK:
     Args:
         scores: [R, K] each.
         weights: of the teachers, with sum 1.
+        given_ids: [R, G], candidates of every teacher, which are kept however unlikely they are.
     """
     num_rows, topk = scores[0].ids.shape
     ids = np.concatenate([each.ids for each in scores], 1)
@@ -100,7 +105,11 @@ def mixture(scores: Sequence[TopK], weights: Sequence[float]) -> TopK:
     sums = np.zeros(ids.shape)
     np.add.at(sums, (np.arange(num_rows)[:, None], first), masses)
     sums[repeats] = -1.0  # after every candidate
-    order = np.argsort(-sums, 1, kind="stable")
+    rank = sums
+    if given_ids is not None:
+        rows = (int(ids.max(initial=0)) + 1) * np.arange(num_rows)[:, None]
+        rank = sums + (np.isin(ids + rows, given_ids + rows) & ~repeats)  # before every other one
+    order = np.argsort(-rank, 1, kind="stable")
     ids, sums = np.take_along_axis(ids, order, 1), np.take_along_axis(sums, order, 1)
     log_mean = functools.partial(_log_mean, weights)
     left_out = np.maximum(sums[:, topk:], 0.0).sum(1)

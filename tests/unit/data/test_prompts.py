@@ -604,6 +604,30 @@ def test_the_teachers_prompts_have_a_limit_of_their_own(write):
         load(write([{"prompt": "1+1", "hint": 7}]), teacher_prompt_key="hint")
 
 
+def test_rows_of_a_teacher_with_another_tokenizer_are_rendered_by_it_alone(write):
+    """The student's template has no system messages; messages name the row of the file."""
+    student, other = make_byte_tokenizer(), make_byte_tokenizer()
+    student.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}S:"
+    other.chat_template = "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}T:"
+    hint = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
+    column, tokenizers = TeacherColumn("skill", ("math", "default")), {"math": other}
+    rows = [{"prompt": "1+1", "skill": "y", "hint": "2"}, {"prompt": "1+1", "skill": "math", "hint": hint}]
+    more = {"tokenizer": student, "teacher": column, "teacher_tokenizers": tokenizers, "teacher_prompt_key": "hint"}
+    assert [TOKENIZER.decode(prompt.teacher_ids) for prompt in load(write(rows), **more)] == ["S:", "T:"]
+    with pytest.raises(DataError, match=r"row 2: the chat template rejects it: no x"):
+        load(write([rows[0], rows[1] | {"hint": "x"}]), **more)
+
+
+def test_a_template_of_one_teacher_is_not_asked_of_others(write):
+    """The tokenizer has none: texts are texts for all but that teacher."""
+    plain = make_byte_tokenizer()
+    plain.chat_template = None
+    column, templates = TeacherColumn("skill", ("math", "default")), {"math": "T{{ messages[0].content }}"}
+    rows = [{"prompt": "1+1", "skill": skill} for skill in ("math", "y", "math")]
+    prompts = load(write(rows), tokenizer=plain, teacher=column, teacher_templates=templates)
+    assert [TOKENIZER.decode(prompt.teacher_ids) for prompt in prompts] == ["T1+1", "1+1", "T1+1"]
+
+
 def test_rows_name_their_teacher_and_read_its_template(write):
     file = write([{"prompt": "1+1", "skill": "math"}, {"prompt": "2+2", "skill": None}, {"prompt": "x", "skill": "y"}])
     column = TeacherColumn("skill", ("math", "default"))

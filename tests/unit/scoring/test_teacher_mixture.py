@@ -70,6 +70,26 @@ def test_a_teacher_mixed_with_itself_is_the_teacher():
         assert getattr(found, name) == pytest.approx(getattr(given, name), abs=1e-6)
 
 
+def test_candidates_of_the_student_stay_however_unlikely_they_are():
+    """Each teacher adds its own to them, of which the most likely ones fill the rest."""
+    teachers, topk, tops = [distributions(seed) for seed in (1, 2)], 4, []
+    wanted = exact(*teachers)
+    given = np.argsort(wanted, 1)[:, :topk].astype(np.int32)
+    for each in teachers:
+        others = each.copy()
+        np.put_along_axis(others, given, -np.inf, 1)
+        own = top(others, topk).ids
+        ids = np.concatenate([given, own], 1)
+        kept = np.take_along_axis(each, ids, 1)
+        tail = np.log(1 - np.exp(kept).sum(1))
+        tops.append(TopK(ids=ids, logprobs=kept, tail_logprobs=tail, sampled_logprobs=each[:, 3]))
+    found, first = mixture(tops, WEIGHTS, given), np.s_[:, :topk]
+    assert (np.sort(found.ids[first]) == np.sort(given)).all()
+    assert found.logprobs[first] == pytest.approx(np.take_along_axis(wanted, found.ids[first], 1), abs=1e-5)
+    assert np.exp(found.logprobs).sum(1) + np.exp(found.tail_logprobs) == pytest.approx(1, abs=1e-5)
+    assert set(mixture(tops, WEIGHTS).ids[0]).isdisjoint(given[0])
+
+
 def scorer(*scores):
     teachers = [LocalTeacher(each, delay=None) for each in scores]
     members = {f"t{place}": (weight, TeacherScorer(each)) for place, (weight, each) in enumerate(
