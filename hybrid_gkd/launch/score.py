@@ -89,19 +89,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_config(options: argparse.Namespace) -> Config:
     """Return the configuration of a run on the same data. Raises ConfigError."""
-    teacher = "actor_rollout_ref.teacher"
+    teacher, (recipe, _) = "actor_rollout_ref.teacher", examine_config(config_name=options.config_name)
+    response_key = options.response_key or (recipe.data.response_key if recipe else None) or "response"
     keys = {
         "actor_rollout_ref.model.path": options.student or options.ckpt_path, "data.train_files": options.files,
-        "data.prompt_key": options.prompt_key, "data.response_key": options.response_key,
+        "data.prompt_key": options.prompt_key, "data.response_key": response_key,
         "distillation.topk": options.topk, "trainer.logger": [],
         "distillation.temperature": options.temperature, f"{teacher}.model.path": options.ckpt_path,
         f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys,
     }  # fmt: skip
-    words = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None] + options.overrides
-    recipe, _ = examine_config(words, config_name=options.config_name)
-    if recipe is not None and recipe.data.response_key is None:
-        words.append("data.response_key=response")
-    config = load_config(words, config_name=options.config_name)
+    known = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
+    config = load_config([*known, *options.overrides], config_name=options.config_name)
     config.distillation.teacher_models = {}  # the given teacher scores all completions
     config.data.train_batch_size = 1  # any number of rows will do
     return config

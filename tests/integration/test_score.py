@@ -163,6 +163,16 @@ def test_answers_that_cannot_be_scored_are_named(folder, monkeypatch):
             score.score(score.parse(arguments(folder, f"--ckpt-path={folder / 'teacher'}", *more)))
 
 
+def test_the_recipe_of_the_run_is_read(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    command = ["answers.jsonl", "--out=s", "--ckpt-path=teacher"]
+    config = score.make_config(score.parse([*command, "--config-name=gpu_demo"]))  # several mini-batches in a rollout
+    assert (config.data.prompt_key, config.data.response_key, config.data.train_batch_size) == ("prompt", "response", 1)
+    more = ["data.response_key=text", "--prompt-key=question", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    config = score.make_config(score.parse([*command, *more]))
+    assert (config.data.prompt_key, config.data.response_key) == ("question", "text")
+
+
 def test_a_run_trains_on_a_store_without_any_teacher(folder, service, tmp_path):
     run(folder, "--addr", service.address, "--keys", str(service.keys))
     rows = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

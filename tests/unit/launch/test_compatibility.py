@@ -1,5 +1,6 @@
 """Whether this is the right teacher: tokens, chat templates, ends of answers, and what it says of its own answers."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -8,6 +9,9 @@ import shutil
 import numpy as np
 import pytest
 from small_tokenizers import byte_level, make_model_with, word_piece
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
@@ -16,7 +20,10 @@ from hybrid_gkd.launch import compatibility
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.preflight import check_all
-from hybrid_gkd.models.tokenizer import load_tokenizer
+from hybrid_gkd.launch.teacher import opened_store
+from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, tokenizer_hash
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.testing import LocalTeacher, make_tiny_model, tail_of
 from hybrid_gkd.types import Task, TopK
 
@@ -132,6 +139,38 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
     with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has only 260 rows"):
         check(models, "student", whole[0], short[1], data)
     check(models, "student", *whole, data)
+
+
+@pytest.mark.slow
+def test_a_given_completion_needs_a_row_in_every_teacher(models):
+    """Since what is scored is the same for all teachers; a prompt only in that of its row."""
+    facts = check(models, "student")
+    task = Task(index=0, token_ids=np.array([5, 258], np.int32), text="", teacher="b")
+    facts.train_prompts = [task]
+    check_rows("teacher", "A", 258, facts, of_teacher="a")
+    with pytest.raises(DataError, match=r"train_files: the prompt of row 1 has the token '.*' with the id 258; the t"):
+        check_rows("teacher", "B", 258, facts, of_teacher="b")
+    facts.train_prompts = [dataclasses.replace(task, response_ids=np.array([7, 257], np.int32))]
+    with pytest.raises(DataError, match=r"the given completion of row 1 has the token '.*' with the id 257; the teac"):
+        check_rows("teacher", "A", 257, facts, of_teacher="a")
+
+
+def test_scores_in_a_store_are_for_a_tokenizer_with_unused_ids(tmp_path):
+    words = WordLevel({"a": 0, "b": 300}, unk_token="a")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="b")
+    assert len(tokenizer) < num_token_ids(tokenizer)
+    model = ModelInfo(
+        model="t", backend="hf", vocab_size=num_token_ids(tokenizer), num_embeddings=400, max_topk=64,
+        tokenizer_hash=tokenizer_hash(tokenizer), max_sequence_length=9999, any_temperature=True, weights="w",
+    )  # fmt: skip
+    with contextlib.closing(ScoreStore(tmp_path / "s")) as store:
+        store.add_teacher(ScoredBy(model=model, topk=64, temperature=1.0, num_ids=num_token_ids(tokenizer)))
+    config = load_config([
+        "data.train_files=x", "actor_rollout_ref.model.path=x", f"actor_rollout_ref.teacher.cache={tmp_path}/s",
+        "data.response_key=response",
+    ])  # fmt: skip
+    with opened_store(config, tokenizer) as (_, found):
+        assert found.model == model
 
 
 @pytest.mark.slow

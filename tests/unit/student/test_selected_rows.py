@@ -4,6 +4,7 @@ What an actor computes with `distillation.token_weights` is compared with sample
 entropies and probabilities come from the full logits of the plain model.
 """
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.losses import head
 from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.student import logprob_model, sharded_model
@@ -142,6 +144,23 @@ def test_position_is_masking_by_hand(world, head_rows, fraction):
     uniform, _ = make()
     assert_same(found, trained(actor, with_loss_weights(uniform, by_hand)))
     assert head_rows == {"head": [sum(numbers)] * 2, "statistics": []}
+
+
+@pytest.mark.parametrize("signals", [["teacher"], ["teacher/a", "teacher/b"]])
+def test_position_with_a_store_selects_after_scoring(signals):
+    """The store has scores of whole completions, of one teacher or of several."""
+    models = ["distillation.teacher_models.a.cache=s", "distillation.teacher_models.b.model_path=x"]
+    several = [*models, "distillation.teacher_models.a.model_path=y", "distillation.ensemble=sum",
+               "distillation.teacher_models.a.key=default", "distillation.teacher_models.b.key=default"]  # fmt: skip
+    one = ["actor_rollout_ref.teacher.model.path=x", "actor_rollout_ref.teacher.cache=s"]
+    config = load_config([
+        "data.train_files=x", "actor_rollout_ref.model.path=x", f"{KEY}=position", f"{KEY}_kwargs.fraction=0.3",
+        *(one if len(signals) == 1 else several),
+    ])  # fmt: skip
+    weighting, sample = Weighting(config), make_samples()[2]
+    sample = dataclasses.replace(sample, signals=dict.fromkeys(signals, sample.topk("teacher")))
+    assert weighting.before_scoring(sample).num_trained == 9
+    assert weighting.after_scoring(sample).num_trained == 3
 
 
 @pytest.mark.slow
