@@ -149,7 +149,7 @@ def test_with_the_same_tokenizer_the_scores_are_the_teachers_to_the_last_digit(n
 
 
 def test_with_the_same_tokenizer_the_teacher_reads_what_is_not_trained():
-    """As with another one: given completions have such tokens between those that are trained."""
+    """Given completions have such tokens between those that are trained; with another tokenizer it is so, too."""
     own = spelled("bytes")
     ids = own.encode(b"a tool has said 7")[0]
     mask = [place % 3 > 0 for place in range(len(ids))]
