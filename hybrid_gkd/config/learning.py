@@ -209,8 +209,9 @@ class AlgorithmConfig:
     """Exclude tokens or completions that differ too much from the loss, by rules such as token_k1 or seq_mean_k3,
     separated by commas, see docs/losses.md. Costs the same forward pass."""
     rollout_rs_threshold: Any = None
-    """Limits of rollout_rs: one number for all rules, or one per rule separated by commas. For k1 bounds of the ratio,
-    lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and k3 the largest value, nats."""
+    """Limits of rollout_rs: one number for all rules, or one per rule separated by commas. For k1 bounds of
+    the ratio of rollout policy and current student, lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and
+    k3 the largest value, nats."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     @property

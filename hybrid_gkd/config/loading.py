@@ -102,12 +102,12 @@ def _fill_missing(merged: DictConfig) -> list[ConfigError]:
 
     Raises OmegaConfBaseException: a reference leads nowhere.
     """
-    missing = sorted(OmegaConf.missing_keys(merged))
+    missing, unread = sorted(OmegaConf.missing_keys(merged)), {"data.train_files"} if merged.trainer.val_only else set()
     for key in missing:
-        OmegaConf.update(merged, key, "")
+        OmegaConf.update(merged, key, None if key in unread else "")
     demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
     rule = f"must be set; --config-name {demo} needs no models and data"
-    return [ConfigError(key, rule, show_value=False, missing=True) for key in missing]
+    return [ConfigError(key, rule, show_value=False, missing=True) for key in missing if key not in unread]
 
 
 def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
@@ -177,7 +177,7 @@ def _parse_override(override: str) -> Tree | ConfigError:
         rule = "keys cannot be deleted, since every key has a value; set it, to null if it is optional"
         return ConfigError(key, rule, show_value=False)
     own = key.lstrip("+")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", own):
+    if not equals or not re.fullmatch(r"\w+(\.[\w-]+)*", own):
         return ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
     if not _is_utf8(value):
         return ConfigError(key, "must be UTF-8 text, and the locale one of UTF-8 (LC_ALL, LANG)", value)

@@ -193,6 +193,8 @@ def loss(facts: Facts) -> str:
         own_loss = policy_loss(mode).function
         with limited("actor_rollout_ref.actor.policy_loss.loss_mode", mode):
             check_policy_loss(own_loss, dict.fromkeys(policy_loss(mode).options, 2.0))
+    if facts.config.is_sft:
+        return "cross-entropy of given completions"
     own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
     return own if section.enabled else "PPO on rewards, no distillation"
 

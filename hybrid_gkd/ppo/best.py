@@ -13,8 +13,9 @@ LOWEST = ("forward_kl", "reverse_kl")
 
 
 def new_best(metric: str | None, metrics: Mapping[str, float], step: int, best: Best | None) -> Best | None:
-    """Return the validation of `step` if it beats `best`; None otherwise, or if no metric is configured."""
-    if metric is None:
+    """Return the validation of `step` if it beats `best`; None otherwise, or without its metric: none is configured, or
+    no completion was scored."""
+    if metric is None or metric not in metrics:
         return None
     value, sign = metrics[metric], -1 if metric.endswith(LOWEST) else 1
     if best is not None and sign * value <= sign * best.value:

@@ -162,6 +162,11 @@ def _validates(run: Config) -> bool:
     return bool(run.data.val_files)
 
 
+def _compares(run: Config) -> bool:
+    """Return whether validation asks teachers for scores, which a store of scores does not have."""
+    return _distils(run) and _validates(run) and not any(each.section.is_stored for each in run_teachers(run))
+
+
 def _several_updates(run: Config) -> bool:
     return updates_per_step(run.data.train_batch_size, run.actor_rollout_ref.actor) > 1
 
@@ -172,7 +177,7 @@ def _has_policy_loss(run: Config) -> bool:
 
 def _has_parts(run: Config) -> bool:
     """Return whether the reward has several components or additional metrics."""
-    detailed = {CUSTOM, MODEL} & run.reward_weights.keys()  # these may return additional metrics
+    detailed = {CUSTOM, MODEL, "by_data_source"} & run.reward_weights.keys()  # these may return additional metrics
     return bool(detailed) or len(run.reward_weights) > 1 or run.reward.overlong_buffer.enable
 
 
@@ -231,7 +236,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     and run.data.response_key is not None,
     "teacher/unscored_fraction": lambda run: _distils(run) and run.distillation.teacher_prompt_fn is not None,
     "teacher/tokens/": lambda run: _distils(run) and run.distillation.cross_tokenizer != "refuse",
-    "response/ended_fraction": lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None,
+    "response/ended_fraction": (
+        lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None and not run.is_sft
+    ),
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
     "actor/importance/effective": lambda run: run.algorithm.rollout_is_threshold is not None,
@@ -268,8 +275,10 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "timing/wait_prev_gen": lambda run: not _is_hybrid(run),
     "val/accuracy": lambda run: _validates(run) and run.has_reward_functions,
     "val/reward_model": lambda run: _validates(run) and run.uses_reward_model,
-    "val/forward_kl": lambda run: _distils(run) and _validates(run),
-    "val/reverse_kl": lambda run: _distils(run) and _validates(run),
+    **dict.fromkeys(("val/forward_kl", "val/reverse_kl"), _compares),
+    **dict.fromkeys(
+        ("training/staleness", "response_length/clip_ratio", "response/repeated"), lambda run: not run.is_sft
+    ),
     **{
         name: (
             lambda run: _validates(run) and run.has_reward_functions and run.actor_rollout_ref.rollout.val_kwargs.n > 1

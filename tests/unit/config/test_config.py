@@ -358,6 +358,14 @@ def test_estimators_that_need_no_group():
         load_config([*OWN, "distillation.enabled=false", "reward.answer_key=answer", f"algorithm.adv_estimator={name}"])
 
 
+def test_a_run_that_only_validates_needs_no_training_files():
+    models = [f"actor_rollout_ref.{name}model.path=x" for name in ("", "teacher.")]
+    config = load_config([*models, "trainer.val_only=true", "data.val_files=v.jsonl"])
+    assert config.data.train_files == []
+    with pytest.raises(ConfigError, match=r"^data\.train_files: must be set"):
+        load_config([*models, "data.val_files=v.jsonl"])
+
+
 def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.train_files: must be set; --config-name demo"):
         load_config(OWN[1:])

@@ -38,6 +38,11 @@ def test_a_configuration_that_was_written_is_read_again(tmp_path):
     assert run_teachers(changed)[1].section.endpoints == ["far:2"]
 
 
+def test_a_name_with_a_hyphen_is_a_name():
+    config = load_config([*OWN, *TWO, f"{MODELS}.my-own.model_path=three"])
+    assert [teacher.key for teacher in run_teachers(config)] == ["math", "b", "my-own"]
+
+
 def test_one_alone_is_the_teacher_of_all_rows():
     config = load_config([*OWN, *TWO[:2], f"{MODELS}.a.max_retries=1", "actor_rollout_ref.teacher.request_timeout=5"])
     (teacher,) = run_teachers(config)

@@ -10,7 +10,9 @@ import pytest
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.tables import short_names
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.ppo.best import check_best_metric
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.preflight import loss
+from hybrid_gkd.ppo.best import check_best_metric, new_best
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_at_k, pass_sizes, reward_metrics
 from hybrid_gkd.reporting.metric_table import check_names
@@ -186,3 +188,18 @@ def test_a_best_metric_of_a_data_source_needs_one_of_several():
         check_best_metric(config.trainer, ["org/math", "org/math"])
     config.trainer.best_metric = "val/accuracy"
     check_best_metric(config.trainer, ["org/math"])
+
+
+def test_a_validation_without_its_metric_is_not_the_best():
+    """No held-out completion was scored."""
+    best = new_best("val/forward_kl", {"val/forward_kl": 0.5}, 1, None)
+    assert best.value == 0.5
+    assert new_best("val/forward_kl", {"val/accuracy": 1.0}, 2, best) is None
+    assert new_best("val/forward_kl", {"val/forward_kl": 0.4}, 3, best).step == 3
+
+
+def test_the_loss_of_a_run_without_teacher_and_rewards_is_named():
+    assert loss(Facts(tiny_config("distillation.enabled=false", "data.response_key=text"))) == (
+        "cross-entropy of given completions"
+    )
+    assert loss(Facts(tiny_config())).startswith("forward_kl, top-")

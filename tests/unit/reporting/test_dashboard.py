@@ -110,6 +110,7 @@ SWITCHED_ON = {  # what is switched on -> what then has a panel, all names that 
          "perf/copy/reward_model_params_"],
     ),
     "rewards in processes": ((*PPO, "reward.name=math"), ["reward/failures"]),
+    "rewards by data source": ((*PPO, "reward.name=by_data_source"), ["reward/<name>/mean"]),
     "importance weights": (("algorithm.rollout_is_threshold=2",), ["actor/importance/mean", "actor/importance/kl"]),
     "token weights": (("distillation.token_weights=position",), ["actor/distillation/selected_fraction"]),
     "another tokenizer": (("distillation.cross_tokenizer=map",), ["teacher/tokens/span_fraction"]),
@@ -140,6 +141,20 @@ def test_a_run_of_adapters_has_no_reference_model():
     run = run_config("actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true")
     assert {"actor/ref_kl", "timing/ref"} <= shown(run)
     assert not [name for name in shown(run) if "ref_params" in name]
+
+
+def test_a_run_on_given_completions_alone_has_no_panel_of_its_own_completions():
+    own = {"training/staleness", "response_length/clip_ratio", "response/repeated_fraction", "response/ended_fraction"}
+    given = ("data.response_key=answer", "actor_rollout_ref.rollout.end_repetitions=8")
+    assert own <= shown(run_config(*given))
+    assert not own & shown(run_config(*given, "distillation.enabled=false"))
+
+
+def test_stored_scores_are_not_compared_with_in_validations():
+    run = run_config("data.response_key=answer", "data.val_files=b.jsonl", "actor_rollout_ref.teacher.cache=store")
+    assert {"val/forward_kl", "val/reverse_kl"} <= shown(run)
+    run.actor_rollout_ref.teacher.model.path = None
+    assert not {"val/forward_kl", "val/reverse_kl"} & shown(run)
 
 
 def test_what_a_reward_model_says_of_held_out_answers_is_no_accuracy():
