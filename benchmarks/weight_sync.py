@@ -86,7 +86,7 @@ def share(rank: int, args: argparse.Namespace, ports: dict[str, int], start: Any
 def own_weights(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """Memory for every weight by name, in order; a tied one once."""
     weights = {}
-    for names, shape in layout:
+    for names, shape, _ in layout:
         memory = torch.empty(shape, dtype=torch.bfloat16, device=device)
         weights |= dict.fromkeys(names, memory)
     return weights
@@ -112,7 +112,7 @@ def report(args: argparse.Namespace, rows: list[Row]) -> str:
         if wrong := [name for name, value in sent[row[:2]].items() if row.checksums[name] != value]:
             raise SystemExit(f"error: {row.way}, pass {row.number}: process {row.rank} got another {wrong[0]}")
     layout = layout_of(empty_model(args.shape).named_parameters(remove_duplicate=False))
-    gigabytes = 2 * sum(shape.numel() for _, shape in layout) / 1e9
+    gigabytes = 2 * sum(shape.numel() for _, shape, _ in layout) / 1e9
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     lines = [
         f"{device} x {args.gpus}, torch {torch.__version__}, {args.shape}: {gigabytes:.3g} GB in bf16, {args.passes} "

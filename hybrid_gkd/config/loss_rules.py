@@ -106,6 +106,13 @@ def distillation_loss(config: Config) -> Rules:
         "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
         f"not {mode}, whose exact gradient is known",
     )
+    weighted = config.algorithm.rollout_is_threshold is not None and config.algorithm.rollout_is != "sequence"
+    yield (
+        f"{key}.mixed_weights", not weighted or not takes_samples or used == takes_samples,
+        f"must not mix {', '.join(sorted(takes_samples))} with divergences over candidates with algorithm."
+        "rollout_is_threshold: the weight of a sampled token would hide the divergence where the student has moved "
+        "most; with algorithm.rollout_is=sequence all have one weight",
+    )
     yield (
         f"{key}.tail", not sampled or loss.tail == "bucket",
         f"has no effect with distillation.loss_mode={mode}; leave it at bucket",

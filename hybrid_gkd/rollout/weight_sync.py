@@ -6,6 +6,8 @@ contents of each bucket from the same layout, so that only values are sent.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +36,7 @@ class WeightSync:
     Args:
         address: host and port at which rank 0 listens.
         layout: layout of the student's weights, the same on all members.
-        dtype: data type of the transfer.
+        dtype: data type of the transfer, but for tensors that keep their own.
         device: device of this member's weights: cuda uses NCCL, otherwise gloo.
         bucket_bytes: size of the largest broadcast, unless a single weight is larger.
         timeout: seconds for the group to form, and for all broadcasts of one `send` or `receive`.
@@ -47,8 +49,12 @@ class WeightSync:
         self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: torch.dtype,
         device: torch.device, bucket_bytes: int, timeout: float,
     ):  # fmt: skip
-        self.rank, self.dtype, self.device, self.timeout = rank, dtype, device, timeout
-        self.buckets = split_buckets(layout, bucket_bytes // dtype.itemsize)
+        self.rank, self.device, self.timeout = rank, device, timeout
+        self.buckets = [
+            (own or dtype, bucket) for own, part in itertools.groupby(layout, key=operator.itemgetter(2))
+            for bucket in split_buckets([each[:2] for each in part], bucket_bytes // (own or dtype).itemsize)
+        ]  # fmt: skip
+        """Names and shapes by bucket, all of one type."""
         try:
             store = open_store(address, rank=rank, size=size, timeout=timeout)
             self._group: Any
@@ -108,9 +114,9 @@ class WeightSync:
         """Fill and broadcast all buckets, at most two in flight; yield each on completion."""
         deadline = time.monotonic() + self.timeout
         in_flight: deque[tuple[Bucket, Any]] = deque()
-        for layout in self.buckets:
+        for dtype, layout in self.buckets:
             lengths = [shape.numel() for _, shape in layout]
-            packed = torch.empty(sum(lengths), dtype=self.dtype, device=self.device)
+            packed = torch.empty(sum(lengths), dtype=dtype, device=self.device)
             parts = zip(layout, packed.split(lengths), strict=True)
             bucket = [(names, part.view(shape)) for (names, shape), part in parts]
             fill(bucket)

@@ -18,8 +18,8 @@ all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or 
 
 Names = tuple[str, ...]
 """Names of one tensor: several if weights are tied."""
-Layout = list[tuple[Names, torch.Size]]
-"""Names and shapes of the weights in transfer order; tied weights occur once."""
+Layout = list[tuple[Names, torch.Size, torch.dtype | None]]
+"""Names, shapes and own types (None: that of the engine) of the weights in transfer order; tied weights occur once."""
 Sized = TypeVar("Sized", Tensor, torch.Size)
 
 
@@ -33,8 +33,10 @@ def unique_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Names, Ten
     return [(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
-def layout_of(named_parameters: Iterable[tuple[str, Tensor]]) -> Layout:
-    return [(names, tensor.shape) for names, tensor in unique_tensors(named_parameters)]
+def layout_of(named_parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()) -> Layout:
+    """Return the layout of parameters, which are cast for the engine, and of buffers, which keep their types."""
+    cast: Layout = [(names, tensor.shape, None) for names, tensor in unique_tensors(named_parameters)]
+    return cast + [(names, tensor.shape, tensor.dtype) for names, tensor in unique_tensors(buffers)]
 
 
 def num_bytes(model: torch.nn.Module) -> int:

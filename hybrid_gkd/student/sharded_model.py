@@ -223,7 +223,7 @@ class ShardedModel:
 
     def layout(self) -> Layout:
         """Return the layout of `full_tensors`."""
-        return layout_of(itertools.chain(self.named_parameters(), self.saved_buffers()))
+        return layout_of(self.named_parameters(), self.saved_buffers())
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights in `dtype` under all Hugging Face names, gathered in buckets, and the saved buffers.

@@ -186,6 +186,19 @@ def test_losses_that_would_not_do_what_they_say_are_refused(overrides, parts):
         assert part in str(caught.value)
 
 
+def test_divergences_and_estimates_share_only_the_weight_of_a_whole_completion():
+    """The weight of the sampled token is for estimates."""
+    mixed = [*OWN, "distillation.loss_mode=mixed", "distillation.mixed_weights={forward_kl: 1, k3: 1}"]
+    weighted = [*mixed, "algorithm.rollout_is_threshold=2"]
+    for overrides in (mixed, [*weighted, "algorithm.rollout_is=sequence"]):
+        load_config(overrides)
+    for level in ("prefix", "token"):
+        with pytest.raises(ConfigError, match=r"^distillation\.mixed_weights: must not mix k3 with divergences over"):
+            load_config([*weighted, f"algorithm.rollout_is={level}"])
+    load_config([*OWN, "distillation.loss_mode=mixed", "distillation.mixed_weights={k2: 1, k3: 1}",
+                 "algorithm.rollout_is_threshold=2"])  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [

@@ -25,7 +25,7 @@ def make_weights(seed=0, dtype=torch.float32):
 
 def handed_out(weights):
     """Yield weights as the actor does: a tied one under all its names in a row."""
-    return [(name, dict(weights)[name]) for names, _ in layout_of(weights) for name in names]
+    return [(name, dict(weights)[name]) for names, *_ in layout_of(weights) for name in names]
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def members():
     """Make the members of a group of `size`, each in its thread; members, and an executor for their calls."""
     with ThreadPoolExecutor(4) as executor:
 
-        def make(size, *, bucket_bytes=200, timeout=60.0, dtype=torch.float32, forming=60.0):
+        def make(size, *, bucket_bytes=200, timeout=60.0, dtype=torch.float32, forming=60.0, buffers=()):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address = probe.getsockname()
             options = {
-                "size": size, "layout": layout_of(make_weights()), "dtype": dtype, "device": torch.device("cpu"),
-                "bucket_bytes": bucket_bytes, "timeout": forming,
+                "size": size, "layout": layout_of(make_weights(), buffers), "dtype": dtype,
+                "device": torch.device("cpu"), "bucket_bytes": bucket_bytes, "timeout": forming,
             }
             futures = [executor.submit(WeightSync, address, rank=rank, **options) for rank in range(size)]
             formed = [future.result(90) for future in futures]
@@ -64,6 +64,20 @@ def test_every_receiver_gets_every_weight_exactly_under_all_names(members, bucke
                 assert tensor.dtype == dtype
                 assert torch.equal(tensor, dict(sent)[name])
         sending.result(60)
+
+
+def test_buffers_keep_their_types(members):
+    """Router biases of some models are float32 beside weights in bfloat16."""
+    buffers = [("bias", torch.tensor([1.001, -0.0037, 12.34])), ("scale", torch.tensor([0.1])),
+               ("steps", torch.tensor([2**40 + 1]))]  # fmt: skip
+    (sender, receiver), executor = members(2, dtype=torch.bfloat16, buffers=buffers)
+    sending = executor.submit(sender.send, iter([*handed_out(make_weights(dtype=torch.bfloat16)), *buffers]))
+    received = dict(executor.submit(lambda: list(receiver.receive())).result(60))
+    sending.result(60)
+    assert received["square"].dtype == torch.bfloat16
+    for name, tensor in buffers:
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
 
 
 @pytest.mark.slow

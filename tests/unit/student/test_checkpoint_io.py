@@ -160,7 +160,7 @@ def test_engine_and_export_get_what_a_folder_has_beside_parameters(overrides, tm
     with single_process_group():
         actor = Actor(make_config(path, *overrides), device=torch.device("cpu"), num_updates=5)
         published = dict(actor.full_tensors(torch.bfloat16))
-        assert [each for names, _ in actor.layout() for each in names] == list(published)
+        assert [each for names, *_ in actor.layout() for each in names] == list(published)
         assert torch.equal(published[name], bias)
         export_huggingface(actor, tmp_path / "out", tokenizer_path=str(path), trust_remote_code=False, merge=True)
     old, new = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "out"))
