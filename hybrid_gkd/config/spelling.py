@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.key_tables import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
 from hybrid_gkd.compat.verl.readings import Look, Read
@@ -18,6 +22,9 @@ from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.teachers import NAMED
 from hybrid_gkd.errors import ConfigError
+
+REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
+"""A value that is the one of another key."""
 
 
 def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
@@ -101,6 +108,8 @@ class SpellingReader:
         here = moved(key)
         found = find(here)
         result = {here: value} if found is None else self._apply(key, value, *found)
+        if here not in result and any(map(_refers_to, result.values(), result)):
+            return {}  # a key of verl that refers to what it is read as
         for own, new in result.items():
             before, old = self._set_by.setdefault(own, (key, new))
             if before != key and old != new:
@@ -138,25 +147,50 @@ class SpellingReader:
     def _look(self, key: str) -> Any:
         for given, value in reversed(self.given):
             if given == key:
-                return value
+                return self._resolved(value)
             row = (find(moved(given)) or (None, None))[1]
             if row is None and moved(given) == key:
-                return value
+                return self._resolved(value)
             if isinstance(row, Read) and key in row.keys and given not in self._reading:
                 result = self._read(given, value, row)
-                if key in result:
-                    return result[key]
+                if key in result and not _refers_to(result[key], key):
+                    return self._resolved(result[key])
         return self.below(key)
+
+    def _resolved(self, value: Any) -> Any:
+        """Return a value in which `${...}` is replaced, if it can be: one that cannot is reported when all is read."""
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if (reference := REFERENCE.fullmatch(value)) and reference[1] not in self._reading:
+            self._reading.append(reference[1])
+            try:
+                return self._look(reference[1])
+            finally:
+                self._reading.pop()
+        try:
+            return OmegaConf.create({"value": value})["value"]
+        except OmegaConfBaseException:
+            return value
 
     def _read(self, key: str, value: Any, row: Read) -> dict[str, Any]:
         """Apply a row; a key that looks up its own result finds the values of other keys."""
         self._reading.append(key)
         try:
-            found = row.reading(value, self._look)
+            try:
+                found = row.reading(value, self._look)
+            except ValueError:  # of a text `${...}`, where the reading computes with a number
+                if (resolved := self._resolved(value)) == value:
+                    raise
+                found = row.reading(resolved, self._look)
             own = ".".join(key.split(".")[:3])  # the section of a named teacher
             return {name.replace(f"{NAMED}.*", own): new for name, new in found.items()}
         finally:
             self._reading.pop()
+
+
+def _refers_to(value: Any, key: str) -> bool:
+    reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return reference is not None and reference[1] == key
 
 
 def markdown_page() -> str:

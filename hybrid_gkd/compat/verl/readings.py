@@ -48,11 +48,20 @@ def spelled(key: str, values: Mapping[Any, Any] | None = None) -> Read:
     return Read((key,), reading, how)
 
 
+def _number(look: Look, key: str) -> int:
+    """Return the value of another key. Raises ValueError, which names it."""
+    value = look(key)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"is computed with {key}, which must be a number and is {value}") from None
+
+
 def micro_batch(key: str) -> Read:
     def reading(value: Any, look: Look) -> dict[str, Any]:
         if value is None:
             return {}
-        workers = int(look("trainer.nnodes")) * int(look("trainer.n_gpus_per_node"))
+        workers = _number(look, "trainer.nnodes") * _number(look, "trainer.n_gpus_per_node")
         return {key: max(1, int(value) // workers)}
 
     return Read((key,), reading, "Divided by the number of workers (trainer.nnodes * trainer.n_gpus_per_node)")
@@ -66,7 +75,7 @@ def warmup(section: str) -> Read:
             return {}
         if type(value) is not int or not look(OF_VERL):
             return {key: value}
-        prompts = int(look("data.train_batch_size"))
+        prompts = _number(look, "data.train_batch_size")
         size, epochs = (
             int(look(f"{section}.{name}") or look(f"{ARR}.actor.{name}") or other)
             for name, other in (("ppo_mini_batch_size", -(-prompts // 4)), ("ppo_epochs", 1))

@@ -13,7 +13,7 @@ import pytest
 from hybrid_gkd.compat.verl.key_tables import ACCEPTED, ONLY, REFUSED, RENAMED, VALUES
 from hybrid_gkd.config.loading import examine_config, load_config, to_yaml
 from hybrid_gkd.config.spelling import find, is_own, markdown_page, own_keys
-from hybrid_gkd.errors import ConfigError, SeveralErrors
+from hybrid_gkd.errors import ConfigError, HybridGKDError, SeveralErrors
 from hybrid_gkd.launch.command_line import default_config_name, parse
 
 ROOT = Path(__file__).parents[3]
@@ -271,6 +271,35 @@ def test_a_file_may_have_keys_of_verl_and_its_defaults_list(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [{actor@actor_rollout_ref.actor: dp_actor}]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="defaults must be a list of file names"):
         load_config(OWN, config_name="mine", config_path=tmp_path)
+
+
+def test_values_may_be_those_of_other_keys(tmp_path, monkeypatch):
+    """Lengths of a rollout refer to those of the data in verl's own files."""
+    (tmp_path / "mine.yaml").write_text("""
+defaults: [ppo_trainer]
+data: {train_files: x, max_prompt_length: 256, max_response_length: 512, train_batch_size: 64}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  model: {path: student}
+  actor:
+    ppo_mini_batch_size: ${data.train_batch_size}
+    ppo_micro_batch_size: ${data.train_batch_size}
+    optim: {lr_warmup_steps: 10}
+  rollout: {n: 4, prompt_length: "${data.max_prompt_length}", response_length: "${ data.max_response_length }"}
+trainer: {n_gpus_per_node: "${oc.env:GPUS,2}", resume_mode: "${oc.env:MODE}", resume_from_path: state}
+""", encoding="utf-8")
+    (tmp_path / "ppo_trainer.yaml").write_bytes((ROOT / "config" / "ppo_trainer.yaml").read_bytes())
+    monkeypatch.setenv("MODE", "resume_path")
+    config = load_config(config_name="mine", config_path=tmp_path)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (256, 512)
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 32
+    assert config.trainer.resume_from_path.endswith("state")
+    for given in ("${data.train_batch_size}", "64"):
+        size, steps = f"{ARR}.actor.ppo_mini_batch_size={given}", f"{ARR}.actor.optim.lr_warmup_steps=10"
+        actor = load("data.train_batch_size=64", size, steps).actor_rollout_ref.actor
+        assert (actor.ppo_mini_batch_size, actor.optim.lr_warmup_steps) == (64, 10)
+    with pytest.raises(HybridGKDError, match=r"is computed with trainer\.n_gpus_per_node, which must be a number"):
+        load("trainer.n_gpus_per_node=${nothing.there}", f"{ARR}.actor.ppo_micro_batch_size=8")
 
 
 def test_a_file_before_its_base_is_overridden_by_it(tmp_path):
