@@ -164,8 +164,8 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """Checkpoint folder, `global_step_N`."""
     allow_changed_config: bool = False
-    """Resume although a key of the learning signal (loss, rate, teacher, data, ...) has changed, or a model folder has
-    moved."""
+    """Resume although a key of the learning signal (loss, rate, data, ...) has changed, or a model folder has moved;
+    not with other batches, see docs/running.md. Another teacher: actor_rollout_ref.teacher.allow_teacher_change."""
     default_local_dir: str = "outputs"
     """Root of the run folders: <default_local_dir>/<project_name>/<experiment_name>."""
     max_actor_ckpt_to_keep: int | None = field(default=2, metadata=rules.POSITIVE)

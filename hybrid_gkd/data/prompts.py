@@ -6,6 +6,7 @@ Messages name the configuration key, the entry, the row (1-based) and the value.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -65,6 +66,10 @@ class Rows:
     """Fraction of the rows in an epoch."""
     columns: Sequence[str] = ()
     """Names of all columns of the table."""
+
+    def without_given(self) -> Rows:
+        """Return the prompts alone, for validation."""
+        return dataclasses.replace(self, given=[None] * len(self.given))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 OF_VERL = ("algorithm.adv_estimator=", "critic.model.path=")
-TEACHER = "actor_rollout_ref.teacher."
+TEACHER = re.compile(r"actor_rollout_ref\.teacher\.|distillation\.teacher_models\.[\w-]+\.(model\.path|server_ip)=")
+"""Keys of a teacher in this program's spelling; verl has model_path."""
 VERL = "ppo_trainer"
 """Recipe for commands in the style of verl."""
 
@@ -133,4 +135,4 @@ def default_config_name(overrides: list[str]) -> str:
     if not any(override.startswith(OWN_INPUT) for override in given):
         return "demo"
     of_verl = any(override.startswith(OF_VERL) for override in given)
-    return VERL if of_verl and not any(override.startswith(TEACHER) for override in given) else "gkd"
+    return VERL if of_verl and not any(map(TEACHER.match, given)) else "gkd"

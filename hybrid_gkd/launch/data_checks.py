@@ -9,7 +9,7 @@ from hybrid_gkd.data.tables import short
 from hybrid_gkd.errors import DataError
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.ppo.steps import make_sampler
-from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
+from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, final_number, function_of_source
 from hybrid_gkd.types import Task
 
 
@@ -77,6 +77,23 @@ def check_data_sources(facts: Facts) -> None:
                     f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
                     f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
                     f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
+                )
+
+
+def check_right_answers(facts: Facts) -> None:
+    """Check that the reward gsm8k finds a number in every right answer. Raises DataError.
+
+    Reward functions would find out after a rollout. That `math` can read an expression is left to it, since that takes
+    milliseconds for each.
+    """
+    by_source, of_all = "by_data_source" in (facts.reward or {}), "gsm8k" in (facts.reward or {})
+    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
+        for prompt in prompts if by_source or of_all else ():
+            reads_number = of_all or function_of_source(prompt.data_source) == "gsm8k"
+            if reads_number and prompt.answer is not None and final_number(prompt.answer) is None:
+                raise DataError(
+                    f"{key}: row {prompt.row} of the data: the gsm8k reward needs a number in every answer; got "
+                    f"{prompt.answer!r}"
                 )
 
 

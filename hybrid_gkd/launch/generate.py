@@ -26,11 +26,11 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error, rename_section
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.completion_file import ROW, SAMPLE, CompletionFile, Progress
-from hybrid_gkd.launch.data_checks import check_data_sources
+from hybrid_gkd.launch.data_checks import check_data_sources, check_right_answers
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.models.spec import position_limit, read_config
@@ -57,6 +57,12 @@ OWN_ARGUMENTS = {
 """vLLM arguments that have their own option here, or a fixed value."""
 GROUPS_WAITING = 256
 """Maximum number of groups of finished completions that wait for their rewards; generation then pauses."""
+OPTION_NAMES = {
+    "data.train_files": "FILE", "data.reward_fn_key": "--reward-fn-key", "reward.answer_key": "--answer-key",
+    "reward.custom_reward_function.name": "--reward", "reward.custom_reward_function.path": "--reward",
+    "reward.name": "--reward",
+}  # fmt: skip
+"""Keys of a run -> what this command has in their place, in messages."""
 SEQUENCES_ON_A_GPU = 1024
 """`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 
@@ -97,7 +103,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--reward-fn-key", default="data_source", help="column with the name of the data set, as data.reward_fn_key")
     add("--min-reward", type=_number(-math.inf, math.inf), help="reject completions with a lower reward")
     add("--debug", action="store_true", help="show the traceback of an error")
-    EngineOptions.add_to(parser, without=("n_logprobs", "backend", "adapters"))
+    EngineOptions.add_to(parser, without=("n_logprobs", "backend", "adapters", "turns"))
     options = parser.parse_args(arguments)
     if options.temperature == 0 and options.n > 1:
         parser.error("--n must be 1 with --temperature 0: all greedy completions of a prompt are the same")
@@ -111,6 +117,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--reward {options.reward} needs --answer-key, the column with the right answer")
     if options.min_reward is not None and options.reward is None:
         parser.error("--min-reward needs --reward")
+    if unknown := sorted(json.loads(options.engine_kwargs).keys() - {"vllm"}):
+        parser.error(f"--engine-kwargs: the only engine is vllm, got arguments of {', '.join(unknown)}")
     if taken := OWN_ARGUMENTS & EngineOptions.parsed(options).arguments_of("vllm").keys():
         parser.error(f"--engine-kwargs vllm {', '.join(sorted(taken))}: has an option of its own, or a fixed value")
     return options
@@ -150,8 +158,17 @@ def generate(options: argparse.Namespace) -> int:
     config = make_config(options, max(len(task.token_ids) for task in inputs.tasks))
     functions = None
     if options.reward is not None:
-        functions = load_functions(config.reward)
-        check_data_sources(Facts(config, reward=functions, train_prompts=inputs.tasks))
+        config.data.reward_fn_key = options.reward_fn_key
+        with contextlib.ExitStack() as names:
+            for key, name in OPTION_NAMES.items():
+                names.enter_context(rename_section(key, name))
+            functions = load_functions(config.reward)
+            facts = Facts(config, reward=functions, train_prompts=inputs.tasks)
+            check_data_sources(facts)
+            check_right_answers(facts)
+        if any(function.needs_all for function in functions.values()):
+            rule = "must score one completion at a time: lists would have what ends together, and depend on time"
+            raise ConfigError("--reward", rule, options.reward)
     with contextlib.ExitStack() as stack:
         file = CompletionFile(Path(options.out), stored_arguments(options, inputs))
         stack.enter_context(contextlib.closing(file))

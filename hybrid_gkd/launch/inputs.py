@@ -22,6 +22,7 @@ from hybrid_gkd.launch.data_checks import (
     check_data_sources,
     check_distinct,
     check_given_answers,
+    check_right_answers,
     check_teacher_prompts,
     describe_dropped_prompts,
 )
@@ -259,13 +260,16 @@ def files(facts: Facts) -> str:
         teacher_prompt_key=section.teacher_prompt_key, teacher=teacher_column(facts.config),
         unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
     )  # fmt: skip
+    whole_chats = section.response_key == section.prompt_key
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
         else read(
             section.train_files, key="data.train_files", response_key=section.response_key,
             excluded_spans_key=section.excluded_spans_key, weights=section.train_weights,
         ),
-        lambda: read(section.val_files, key="data.val_files") if section.val_files else [],
+        lambda: [table.without_given() for table in read(
+            section.val_files, key="data.val_files", response_key=section.prompt_key if whole_chats else None,
+        )] if section.val_files else [],
     ])  # fmt: skip
     facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
@@ -302,6 +306,7 @@ def data(facts: Facts) -> str:
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
     check_distinct(facts)
     check_data_sources(facts)
+    check_right_answers(facts)
     chosen = describe_routing(facts.config, facts.train_prompts)
     check_teacher_prompts(facts.config, facts.train_prompts)
     given = check_given_answers(facts.config, facts.train_prompts)

@@ -220,9 +220,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/staleness": ("steps", "Age of the weights that generated the completions, maximum over the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": (
-        "fraction", "Mean reward by reward functions on held-out prompts, without the reward model; for functions that "
-        "return a number acc, the mean of acc. With built-in rules it is the fraction of right answers. With n samples "
-        "per prompt (actor_rollout_ref.rollout.val_kwargs.n) it is mean@n and pass@1"
+        "", "Mean reward by reward functions on held-out prompts, without the reward model; for functions that return "
+        "a number acc, the mean of acc. With exact_match, gsm8k, math or by_data_source alone it is the fraction of "
+        "right answers; reward.functions are summed with their weights. With n samples per prompt "
+        "(actor_rollout_ref.rollout.val_kwargs.n) it is mean@n and pass@1"
     ),
     "val/reward_model": ("", "Mean score of the reward model on held-out prompts, without its weight"),
     "val/best@n": ("fraction", "Best reward of a prompt's n completions, mean over prompts"),

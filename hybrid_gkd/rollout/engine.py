@@ -54,7 +54,7 @@ class RolloutEngine(Protocol):
     """Number of token ids. Embedding rows beyond have probability 0 and are never sampled. None: all rows are tokens.
     Set by `make_engine`."""
     weight_version: int | None = None
-    """Number of optimizer steps of the loaded weights; None while they are undefined."""
+    """Number of training steps of the loaded weights; None while they are undefined."""
     can_pause: bool = False
     """Whether `pause` can interrupt a sample; otherwise `step` finishes every sample that it starts."""
     can_sleep: bool = False

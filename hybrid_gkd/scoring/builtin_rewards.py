@@ -125,7 +125,7 @@ def math_dapo(response: str, answer: str, *, strict: bool = False) -> dict[str, 
     lines = _ANSWER_LINE.findall(response)
     if not lines:
         return _dapo(not strict and math(response, answer))
-    line = lines[-1].strip(" *$").rstrip(".$")
+    line = lines[-1].strip(" *$").rstrip(" *$.")
     return _dapo(math(line if last_boxed(line) else f"\\boxed{{{line}}}", answer))
 
 

@@ -166,7 +166,7 @@ def _call(function: Callable[..., Any], names: tuple[str, ...], kwargs: dict[str
         columns = zip(*map(_arguments, inputs), strict=True)
         values = tuple(list(column) for column in columns)
     by_name = dict(zip(ONE if isinstance(inputs, Response) else BATCH, values, strict=True))
-    return function(**{name: by_name[name] for name in names}, **kwargs)
+    return function(**{name: by_name[name] for name in names} | kwargs)
 
 
 def _arguments(response: Response) -> tuple[Any, ...]:
@@ -230,6 +230,8 @@ def as_outcome(value: object) -> Outcome:
     if isinstance(value, Mapping):
         numeric = {str(k): v for k, v in value.items() if k != "score" and isinstance(v, NUMBER)}
         metrics = {name: float(number) for name, number in numeric.items()}
+        if not all(map(math.isfinite, metrics.values())):
+            return Failure(f"must return finite numbers; it returned {value!r:.200}")
     return Score(float(found), metrics)
 
 

@@ -95,7 +95,7 @@ class WorkerFailed(TeacherError):
 def assign_gpus(num_workers: int, tp_size: int, device: str) -> list[dict[str, str]]:
     """Return the CUDA_VISIBLE_DEVICES of each worker, `tp_size` GPUs each. Raises TeacherError: too few GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if num_workers == 1 or device == "cpu" or (device == "auto" and visible is None and not visible_gpus()):
+    if num_workers == 1 or device == "cpu" or (device == "auto" and not visible_gpus()):
         return [{}] * num_workers  # inherit this process's setting
     gpus = visible_gpus()
     if len(gpus) < num_workers * tp_size:

@@ -318,6 +318,8 @@ def test_the_recipe_of_a_command():
     assert default_config_name([data]) == "gkd"
     assert default_config_name([verl, data]) == "ppo_trainer"
     assert default_config_name([verl, data, f"{ARR}.teacher.server_ip=10.0.0.1"]) == "gkd"
+    assert default_config_name([verl, data, "distillation.teacher_models.my-own.model.path=x"]) == "gkd"
+    assert default_config_name([verl, data, "distillation.teacher_models.x.model_path=x"]) == "ppo_trainer"  # of verl
 
 
 def test_a_folder_of_recipes_is_found_from_here_and_from_the_program(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data import chat_template
 from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError, ModelError
-from hybrid_gkd.launch import preflight
+from hybrid_gkd.launch import inputs, preflight
+from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.teacher import local_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
@@ -48,6 +49,20 @@ def set_template(folder, template):
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+
+
+def test_chats_that_end_with_an_answer_are_validated_by_their_prompts(tmp_path):
+    """One data set of whole chats is for both: training takes the answers."""
+    chats = [[{"role": "user", "content": f"{row} + 1"}, {"role": "assistant", "content": "2"}] for row in range(3)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    files = [f"data.{name}_files={tmp_path}/chats.jsonl" for name in ("train", "val")]
+    models = ["actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
+    facts = Facts(load_config([*files, *models, "data.response_key=prompt"]))
+    inputs.files(facts)
+    (train,), (val,) = facts.train_rows, facts.val_rows
+    assert train.messages == val.messages == [chat[:1] for chat in chats]
+    assert None not in train.given
+    assert val.given == [None] * 3
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.data_checks import check_data_sources
+from hybrid_gkd.launch.data_checks import check_data_sources, check_right_answers
 from hybrid_gkd.launch.inputs import check_positions, check_topk
 from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
@@ -294,6 +294,22 @@ def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
 def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
     with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.tokenizer_path: /nowhere"):
         check_all(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "by_data_source"])
+def test_an_answer_without_a_number_is_named_before_the_run(name):
+    facts = Facts(load_config(["data.train_files=x", "actor_rollout_ref.model.path=x", "distillation.enabled=false",
+                               "actor_rollout_ref.rollout.n=2", f"reward.name={name}", "reward.answer_key=a"]))
+    facts.reward = load_functions(facts.config.reward)
+    rows = enumerate([("#### 4", "openai/gsm8k"), (None, "openai/gsm8k"), ("x", "aime2024"), ("n/a", "openai/gsm8k")])
+    tasks = [
+        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer)
+        for row, (answer, source) in rows
+    ]
+    facts.train_prompts, facts.val_prompts = tasks[:2], tasks
+    row = 3 if name == "gsm8k" else 4
+    with pytest.raises(DataError, match=rf"^data\.val_files: row {row} of the data: the gsm8k reward needs a number"):
+        check_right_answers(facts)
 
 
 def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hybrid_gkd.errors import DataError, HybridGKDError
+from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError
 from hybrid_gkd.launch import generate
 from hybrid_gkd.launch.completion_file import CompletionFile, Progress
 from hybrid_gkd.testing import make_tiny_model
@@ -133,6 +133,8 @@ def parsed(tmp_path, model):
         (["--min-reward=1"], "--min-reward needs --reward"),
         (["--apply-chat-template-kwargs=[]"], "must be a JSON object, got []"),
         (['--engine-kwargs={"vllm": {"seed": 1}}'], "--engine-kwargs vllm seed: has an option of its own"),
+        (['--engine-kwargs={"vlllm": {}}'], "--engine-kwargs: the only engine is vllm, got arguments of vlllm"),
+        (["--turns=x"], "unrecognized arguments: --turns=x"),
     ],
 )
 def test_usage_errors(parsed, capsys, arguments, message):
@@ -151,12 +153,24 @@ def test_usage_errors(parsed, capsys, arguments, message):
         (["--prompt-key=q"], [{"prompt": "a"}], "no column 'q'"),
         (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "no function"),
         (["--reward=mine.py:f"], [{"prompt": "a"}], "must be an existing Python file"),
+        (["--reward=by_data_source", "--answer-key=b", "--reward-fn-key=of"], [{"prompt": "a", "b": "4", "of": "x"}],
+            r"^FILE: row 1 of the data has 'x' in the column 'of' \(--reward-fn-key\), for which --reward=by_data_s"),
+        (["--reward=gsm8k", "--answer-key=b"], [{"prompt": "a", "b": "4"}, {"prompt": "c", "b": "none"}],
+            "^FILE: row 2 of the data: the gsm8k reward needs a number in every answer; got 'none'"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_loads(parsed, monkeypatch, arguments, rows, message):
     monkeypatch.setattr(generate, "load_engine", None)
     with pytest.raises(HybridGKDError, match=message):
         generate.generate(parsed(*arguments, rows=rows))
+
+
+def test_a_reward_of_a_whole_rollout_is_refused(parsed, tmp_path, monkeypatch):
+    """Completions are judged as they end, so that its lists would depend on time."""
+    monkeypatch.setattr(generate, "load_engine", None)
+    (tmp_path / "mine.py").write_text("def f(solution_strs, ground_truths): return [0.0] * len(solution_strs)\n")
+    with pytest.raises(ConfigError, match=r"^--reward: must score one completion at a time"):
+        generate.generate(parsed(f"--reward={tmp_path}/mine.py:f", "--answer-key=a", rows=[{"prompt": "a", "a": "4"}]))
 
 
 def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):

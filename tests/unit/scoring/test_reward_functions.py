@@ -57,6 +57,18 @@ def test_it_gets_what_the_row_has(load):
     ) == [Score(1.0)]
 
 
+def test_a_value_of_ones_own_is_in_the_place_of_the_rows(load):
+    function = load(f"def score({ALL}): return len(data_source)", reward_kwargs={"data_source": "openai/gsm8k"})
+    assert function.compute([ASKED]) == [Score(12.0)]
+
+
+@pytest.mark.parametrize("more", ["float('nan')", "float('inf')"])
+def test_a_further_number_has_to_be_finite_too(load, more):
+    (found,) = load(f"def score({ALL}): return {{'score': 1, 'acc': {more}}}").compute([ASKED])
+    assert isinstance(found, Failure)
+    assert "must return finite numbers; it returned {'score': 1, 'acc': " in found.reason
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_function_of_all_responses_together(load, kind):
     function = load(f"{kind} score({BATCH}):\n    return [len(solution_strs), ground_truths[1] == 'b']")

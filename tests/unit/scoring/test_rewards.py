@@ -126,6 +126,8 @@ def test_a_row_is_judged_as_its_data_set_needs():
     ("source", "text", "loose", "strict"),
     [
         ("math_dapo", r"From \boxed{8} follows\n**Answer:** $\frac{14}{2}$.", 1.0, 1.0),
+        ("math_dapo", "**Answer: 7**.", 1.0, 1.0),
+        ("math_dapo", "Answer: **$7$**.", 1.0, 1.0),
         ("math_dapo", "Answer: 8", -1.0, -1.0),
         ("aime2025", r"hence \boxed{7}", 1.0, -1.0),
         ("aime2025", r"Answer: \boxed{7}\nas 8 is too much", 1.0, 1.0),

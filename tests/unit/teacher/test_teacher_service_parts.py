@@ -130,6 +130,7 @@ def test_the_end_waits_for_the_ranks_of_a_worker(sent, tmp_path, monkeypatch):
     [
         ((1, 4, "cuda"), "5", [{}]),
         ((3, 1, "cpu"), None, [{}] * 3),
+        ((2, 1, "auto"), "", [{}] * 2),
         ((2, 2, "cuda"), "3,1,2,0", [{"CUDA_VISIBLE_DEVICES": "3,1"}, {"CUDA_VISIBLE_DEVICES": "2,0"}]),
         ((2, 1, "auto"), "GPU-a,GPU-b", [{"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}]),
     ],
