@@ -319,8 +319,8 @@ ROUNDS: list[dict[str, tuple[tuple[int, ...], Job]]] = [
     {"hybrid 3, teacher on 1, sync": (ALL, partial(whole_steps, workers=3))},
     {"hybrid 3, teacher on 1, one_step_off": (ALL, partial(whole_steps, workers=3))},
     {
-        "hybrid 2, teacher shared, one_step_off": ((0, 1), partial(whole_steps, workers=2)),
-        "training, 7b on 1, checkpointing": ((2,), partial(training, shape="7b", variant="checkpointing")),
+        "hybrid 2, teacher shared, one_step_off": ((2, 3), partial(whole_steps, workers=2)),
+        "training, 7b on 1, checkpointing": ((0,), partial(training, shape="7b", variant="checkpointing")),
     },
     {"sharded, engines of 2": (ALL, partial(sharded, workers=4, engine=2))},
 ]
