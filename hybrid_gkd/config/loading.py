@@ -133,7 +133,18 @@ def _defaults() -> bytes:
 
 def to_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML, which `load_config` reads back to the same values."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    """Return nested values whose texts OmegaConf reads as they are, although they have `${`."""
+    if isinstance(value, dict):
+        return {key: _escaped(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(each) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", value)
+    return value
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def _file_reader(
         endings = f"{', '.join(SUFFIXES)}, or {' or '.join(COMPRESSED)} after that of a text file"
         raise DataError(f"{key}: must end in one of {endings}; got {entry!r}")
     if suffix == ".parquet":
-        return lambda where, wanted: _read_parquet(path, wanted)
+        return functools.partial(_read_parquet, path)
     parse, newline = (_read_csv, "") if suffix == ".csv" else (_read_json, None)
 
     def read(where: str, wanted: Container[str]) -> Table:
@@ -148,11 +149,18 @@ def read_table(source: Source, where: str, wanted: Container[str]) -> Table:
         raise DataError(f"{where}: cannot be read: {reason}") from error
 
 
-def _read_parquet(path: Path, wanted: Container[str]) -> Table:
+def _check_distinct(names: list[str], wanted: Container[str], where: str) -> None:
+    """Raise DataError if two of the wanted columns have one name."""
+    if twice := [name for name, number in Counter(names).items() if number > 1 and name in wanted]:
+        raise DataError(f"{where}: must not have two columns of one name; got {twice[0]!r}")
+
+
+def _read_parquet(path: Path, where: str, wanted: Container[str]) -> Table:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as parquet:
         names = parquet.schema_arrow.names
+        _check_distinct(names, wanted, where)
         return names, parquet.read(columns=[name for name in names if name in wanted]).to_pylist()
 
 
@@ -280,6 +288,7 @@ def _read_csv(file: TextIO, where: str, wanted: Container[str]) -> Table:
         header = next(lines, [])
         if not header:
             raise DataError(f"{where}: the file is empty")
+        _check_distinct(header, wanted, where)
         columns = [(name, header.index(name)) for name in header if name in wanted]
         for fields in lines:
             if len(fields) != len(header):

@@ -51,7 +51,7 @@ def parse(
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the arguments of every command that takes a run's configuration."""
     epilog = "Every key is documented in hybrid_gkd/config/."
-    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
     parser.add_argument(
         "--config-path", "-cp", default=CONFIG_DIR, type=_folder, help="folder of YAML files (%(default)s)"

@@ -48,7 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
     parser.usage = "%(prog)s MODEL ... --data FILE [options] [dotted.key=value ...]"
     options = parser.parse_intermixed_args(arguments)
-    is_override = re.compile(r"\+?\w+(\.\w+)*=").match
+    is_override = re.compile(r"\+*\w+(\.[\w-]+)*=").match
     options.models = list(dict.fromkeys(word for word in options.overrides if not is_override(word)))
     options.overrides = list(filter(is_override, options.overrides))
     if not options.models or any(override.startswith(f"{MODEL_PATH}=") for override in options.overrides):
@@ -78,8 +78,8 @@ def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
 
 def base_config(options: argparse.Namespace) -> Config:
     """Return the configuration of all models; with a teacher, distillation is enabled. Raises HybridGKDError."""
-    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(model_folder(options.models[0]))}"]
-    files = [f"data.val_files={json.dumps(options.data)}"] if options.data else []
+    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={_as_yaml(model_folder(options.models[0]))}"]
+    files = [f"data.val_files={_as_yaml(options.data)}"] if options.data else []
     options.overrides = [*overrides, *own, *files]
     name = options.config_name or default_config_name(options.overrides)
     examine = functools.partial(examine_config, config_name=name, config_path=options.config_path)
@@ -89,6 +89,10 @@ def base_config(options: argparse.Namespace) -> Config:
         options.overrides.insert(len(DEFAULTS), "distillation.enabled=true")
         raise_all(examine(options.overrides)[1])
     return load(options)
+
+
+def _as_yaml(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)  # YAML does not join escapes of two halves
 
 
 def model_folder(model: str) -> str:

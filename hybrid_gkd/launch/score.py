@@ -38,7 +38,7 @@ from hybrid_gkd.types import Reading, TopK, given_sample
 
 logger = logging.getLogger(__name__)
 
-OVERRIDE = re.compile(r"\+*[a-z_]+(\.\w+)+=.*", re.DOTALL)
+OVERRIDE = re.compile(r"\+*[a-z_]+(\.[\w-]+)+=.*", re.DOTALL)
 READINGS_WAITING = 512
 """Maximum number of readings that are queued or in flight."""
 
@@ -98,7 +98,7 @@ def make_config(options: argparse.Namespace) -> Config:
         "distillation.temperature": options.temperature, f"{teacher}.model.path": options.ckpt_path,
         f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys,
     }  # fmt: skip
-    known = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
+    known = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items() if value is not None]
     config = load_config([*known, *options.overrides], config_name=options.config_name)
     config.distillation.teacher_models = {}  # the given teacher scores all completions
     config.data.train_batch_size = 1  # any number of rows will do

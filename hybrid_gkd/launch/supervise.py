@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import examine_config
@@ -63,14 +64,16 @@ class RestartLoop:
         with self._passing_signals():
             restarts = short = 0
             while True:
-                known, began, since = len(read_starts(self._run_dir)), time.monotonic(), time.time()
+                began, since = time.monotonic(), time.time()
                 code = self._start(resume=restarts > 0)
-                error = self._fault(code, known, is_first=restarts == 0)
+                # By time, since a new run puts the folder of an earlier one aside.
+                starts = [start for start in read_starts(self._run_dir) if start["start"] >= since]
+                error = self._fault(code, starts, is_first=restarts == 0)
                 if error is None:
                     return code
                 # Failures after which the run has replaced its workers.
                 own = [row["failed_step"] for row in rows_of_starts(self._run_dir) if row.get("restart", 0.0) > since]
-                was_ready = any("ready" in start for start in read_starts(self._run_dir)[known:])
+                was_ready = any("ready" in start for start in starts)
                 saved, restarts = max(_read_number(self._run_dir / name) for name in POINTERS), restarts + len(own)
                 lost = lost_work(self._run_dir, saved)
                 step, lost = int(lost["steps_repeated"]) + saved + 1, lost if was_ready else NOTHING_LOST
@@ -117,16 +120,15 @@ class RestartLoop:
             mode == "resume_path" and any(each.is_file() and each.stat().st_mtime > self._began for each in pointers)
         )  # fmt: skip
 
-    def _fault(self, code: int, known: int, *, is_first: bool) -> str | None:
+    def _fault(self, code: int, starts: list[dict[str, Any]], *, is_first: bool) -> str | None:
         """Return the error of a start that is worth another one; None after success, a signal of the user, bad input.
 
-        `known`: number of starts before.
+        `starts`: what `read_starts` has of it.
         """
         by_user = code >= 128 or code in [-number for number in SIGNALS] or self._signal is not None
         if code == 0 or by_user or code == 2:
             return None
-        starts = read_starts(self._run_dir)
-        if len(starts) == known:  # it ended in the checks
+        if not starts:  # it ended in the checks
             return f"it {describe_exit(code)} before its start" if code < 0 or not is_first else None
         error = starts[-1].get("error")
         if error is None or code < 0:

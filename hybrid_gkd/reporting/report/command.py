@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(FOLLOW, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.runs = list({folder.resolve(): folder for folder in options.runs}.values())
     for folder in options.runs:
         if not is_run_folder(folder):
             parser.error(f"{folder} is not a run folder: it has no metrics.jsonl, config.yaml or run.log")

@@ -57,7 +57,9 @@ def test_precedence_is_defaults_then_yaml_then_overrides(tmp_path):
 
 @pytest.mark.slow
 def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
-    config = load_config([*OWN, "actor_rollout_ref.actor.optim.lr=1e-4", "data.apply_chat_template_kwargs={a: 1}"])
+    own = ["data.apply_chat_template_kwargs={a: 1}", r"data.prompt_key=\${x}", r"trainer.project_name='a\\\${y} b'"]
+    config = load_config([*OWN, "actor_rollout_ref.actor.optim.lr=1e-4", *own])
+    assert config.data.prompt_key == "${x}"
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config(config_name="config", config_path=tmp_path) == config
 

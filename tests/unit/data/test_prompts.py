@@ -56,6 +56,15 @@ def test_strings_become_one_user_message_with_answers_as_text(write):
     assert prompts[0].token_ids.dtype == np.int32
 
 
+def test_two_columns_of_one_name_are_refused_where_they_are_read(tmp_path):
+    for names in (["prompt", "x", "x"], ["prompt", "prompt", "x"]):
+        pq.write_table(pa.table([["a"], ["b"], ["c"]], names=names), tmp_path / "rows.parquet")
+        if names[1] == "x":
+            assert load(tmp_path / "rows.parquet")[0].text == "a"
+    with pytest.raises(DataError, match=r"rows.parquet': must not have two columns of one name; got 'prompt'"):
+        load(tmp_path / "rows.parquet")
+
+
 def test_messages_and_a_nested_answer_in_parquet(tmp_path):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "42"}}
@@ -384,6 +393,7 @@ def test_bad_files_are_named_with_key_file_and_row(write, text, message):
         ("a.json", '[{"prompt": "x"},\n{"prompt"', "cannot be read: Expecting ':' delimiter: line 2 column 10"),
         ("a.csv", "answer\n1\n", r"no column 'prompt' \(data.prompt_key\); its columns are: answer"),
         ("a.csv", "prompt,answer\n", "has no rows"),
+        ("a.csv", "prompt,x,x,prompt\na,b,c,d\n", "must not have two columns of one name; got 'prompt'"),
         ("a.parquet", "nonsense", "cannot be read"),
         ("a.txt", "x", r"must end in one of \.jsonl"),
     ],

@@ -44,6 +44,20 @@ def test_a_teacher_that_is_given_is_asked_unless_told_not_to():
         base("a/b", "actor_rollout_ref.teacher.server_ip=a b")
 
 
+def test_keys_of_teachers_with_a_hyphen_and_characters_of_two_halves_are_read():
+    words = ["a/b", "++data.prompt_key=question", "distillation.teacher_models.my-own.model.path=x"]
+    config = base_config(parse([*words, "--data", "held 😀.jsonl"]))
+    assert config.actor_rollout_ref.teacher.model.path == "x"  # one alone is the teacher
+    assert (config.data.prompt_key, config.data.val_files) == ("question", ["held 😀.jsonl"])
+
+
+def test_options_have_their_whole_names(capsys):
+    """Else --superv would be one for the run, and for the run that it starts."""
+    with pytest.raises(SystemExit):
+        parse(["a/b", "--dat", "x"])
+    assert "unrecognized arguments: --dat" in capsys.readouterr().err
+
+
 def test_without_data_the_key_is_named():
     with pytest.raises(ConfigError, match=r"data.val_files: must name at least one file with trainer.val_only=true"):
         base_config(parse(["a/b"]))

@@ -28,6 +28,8 @@ def append(name, **row):
     with open(folder / name, "a") as file:
         print(json.dumps(row), file=file)
 
+if "aside" in plan:  # as a new run does with the files of an earlier one
+    (folder / "starts.jsonl").unlink()
 if "steps" in plan:
     append("starts.jsonl", start=time.time(), step=0)
     append("starts.jsonl", ready=time.time())
@@ -98,6 +100,21 @@ def test_a_run_is_started_again_until_it_succeeds_and_records_what_was_lost(tmp_
     found = reliability(folder)
     assert (found["reliability/restarts"], found["reliability/steps_repeated"]) == (4, 1 + 4)
     assert 57 <= found["reliability/seconds_lost"] < 57 + 120  # 10 s for each step, and the starts
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("end", [{"error": "TeacherError: gone", "code": 1}, {"signal": int(signal.SIGKILL)}])
+def test_a_run_in_the_place_of_an_earlier_one_is_started_again(tmp_path, before, end):
+    folder = tmp_path / "hybrid_gkd" / "gkd"
+    folder.mkdir(parents=True)
+    text = "".join(json.dumps({"start": 1000.0 + number, "step": 0}) + "\n" for number in range(before))
+    (folder / "starts.jsonl").write_text(text, encoding="utf-8")
+    plan = [{"aside": True, "steps": [1, 2, 3], "saved": 2, **end}, {"steps": [3, 4]}]
+    code, starts, errors, _ = run(tmp_path, plan, "trainer.resume_mode=disable")
+    assert (code, len(starts)) == (0, 2)
+    assert "restart 1 of 20 in 0 s, since step 4 has failed" in errors
+    assert "before its start" not in errors
+    assert reliability(folder)["reliability/steps_repeated"] == 1
 
 
 @pytest.mark.parametrize(
