@@ -80,6 +80,7 @@ class CheckpointWriter:
 
     def resume(self, folder: Path, state: TrainerState) -> None:
         """Take the checkpoint or snapshot that the run resumed from for the newest one."""
+        self._store.abandon_after(state.step)
         if folder.resolve().parent != (self._store.run_dir / SNAPSHOT).resolve():
             self.newest, self.step = folder, state.step
             return

@@ -87,6 +87,8 @@ class CheckpointStore:
     """Disk space that `reserve` allocates for the next checkpoint."""
     reserved_files: int = 0
     """Number of files, that is inodes, that `reserve` allocates."""
+    _abandoned: set[int] = field(default_factory=set)
+    """Steps of checkpoints that the run has not continued from, see `abandon_after`."""
 
     def reserve(self) -> None:
         """Reserve space and inodes for the next checkpoint. Raises CheckpointError: the disk has less."""
@@ -190,8 +192,13 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise self._cannot_write(state.step, error) from error
+        self._abandoned.discard(state.step)
         if self.keep is not None:
             self._prune(state, self.keep)
+
+    def abandon_after(self, step: int) -> None:
+        """Call when the run resumes from a step: later checkpoints, if any, are the first to be removed."""
+        self._abandoned.update(each for each in self._steps() if each > step)
 
     def remove_unfinished(self) -> None:
         """Remove incomplete checkpoints of killed runs and failed writes."""
@@ -217,7 +224,8 @@ class CheckpointStore:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _prune(self, state: TrainerState, keep: int) -> None:
-        for step in [step for step in self._steps() if step <= state.step][:-keep]:
+        steps = [step for step in self._steps() if step <= state.step]
+        for step in sorted(steps, key=lambda each: (each not in self._abandoned, each))[:-keep]:
             if not self.keeps_best or state.best is None or step != state.best.step:
                 try:
                     shutil.rmtree(self.folder(step))

@@ -238,6 +238,21 @@ def test_only_the_newest_are_kept_and_later_ones_of_another_run_do_not_count(tmp
     ]
 
 
+def test_checkpoints_that_a_run_has_not_continued_from_are_removed_first(tmp_path):
+    """Else those of its own past would be, and a damaged newest one would lead back to the others."""
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20, 27):
+        write(store, step)
+    resumed = CheckpointStore(tmp_path, keep=2)
+    resumed.abandon_after(20)
+    write(resumed, 30)
+    assert resumed.newest_first() == [resumed.folder(30), resumed.folder(20)]
+    resumed.abandon_after(20)
+    write(resumed, 30)  # now of this branch
+    write(resumed, 40)
+    assert resumed.newest_first() == [resumed.folder(40), resumed.folder(30)]
+
+
 def test_a_run_killed_before_it_moved_the_pointer_has_its_first_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 7)
