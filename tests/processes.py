@@ -29,6 +29,6 @@ def stop_process(pid):
 def _state(folder):
     """Return the state of a process or thread, as a letter; X if it has ended."""
     try:
-        return (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        return (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"

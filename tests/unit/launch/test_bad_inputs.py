@@ -54,7 +54,8 @@ def set_template(folder, template):
 def test_chats_that_end_with_an_answer_are_validated_by_their_prompts(tmp_path):
     """One data set of whole chats is for both: training takes the answers."""
     chats = [[{"role": "user", "content": f"{row} + 1"}, {"role": "assistant", "content": "2"}] for row in range(3)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    lines = (json.dumps({"prompt": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
     files = [f"data.{name}_files={tmp_path}/chats.jsonl" for name in ("train", "val")]
     models = ["actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
     facts = Facts(load_config([*files, *models, "data.response_key=prompt"]))

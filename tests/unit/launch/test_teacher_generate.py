@@ -168,7 +168,8 @@ def test_bad_input_is_refused_before_the_model_loads(parsed, monkeypatch, argume
 def test_a_reward_of_a_whole_rollout_is_refused(parsed, tmp_path, monkeypatch):
     """Completions are judged as they end, so that its lists would depend on time."""
     monkeypatch.setattr(generate, "load_engine", None)
-    (tmp_path / "mine.py").write_text("def f(solution_strs, ground_truths): return [0.0] * len(solution_strs)\n")
+    text = "def f(solution_strs, ground_truths): return [0.0] * len(solution_strs)\n"
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^--reward: must score one completion at a time"):
         generate.generate(parsed(f"--reward={tmp_path}/mine.py:f", "--answer-key=a", rows=[{"prompt": "a", "a": "4"}]))
 

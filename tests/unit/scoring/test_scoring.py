@@ -348,7 +348,7 @@ def descendants(pid):
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, rest = re.search(r"\((.*)\) \S+ (\d+)", file.read_text(encoding="utf-8")).groups()
+            name, rest = re.search(r"\((.*)\) \S+ (\d+)", file.read_text(encoding="utf-8", errors="replace")).groups()
         except OSError:
             continue
         parents[int(file.parent.name)] = (name, int(rest))
