@@ -381,7 +381,7 @@ def name_of(process: psutil.Process, number: Counter[str]) -> str:
     if name is None:
         words = [Path(word).name for word in line if not word.startswith("-")]
         name = " ".join(words[:2])[:40] if words else process.name()
-        name = "report" if "hybrid_gkd.report" in line else "guard" if words[0] == "sh" else name
+        name = "report" if "hybrid_gkd.report" in line else "guard" if words[:1] == ["sh"] else name
     number[name] += 1
     return name if number[name] == 1 else f"{name} {number[name]}"
 
