@@ -76,26 +76,17 @@ def _teacher_prompt_fn(config: Config) -> Rules:
 def distillation_loss(config: Config) -> Rules:
     """Yield the rules that reject losses without effect, or with another effect than configured."""
     loss, key, temperature = config.distillation, "distillation", config.actor_rollout_ref.rollout.temperature
-    mode, weights, own = loss.loss_mode, loss.mixed_weights, loss.loss_fn is not None
+    mode, own = loss.loss_mode, loss.loss_fn is not None
     allowed = not (own and loss.use_policy_gradient)
     yield f"{key}.use_policy_gradient", allowed, "must be false with distillation.loss_fn"
     yield f"{key}.loss_mode", not own or mode == "forward_kl", "must be left out with distillation.loss_fn"
-    both = (mode == "mixed") == bool(weights)
-    yield f"{key}.mixed_weights", both, "must be set together with distillation.loss_mode=mixed"
-    mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
-    for name, weight in weights.items():
-        yield (
-            f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
-            f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
-        )
     if loss.as_reward:
         plain = mode == "forward_kl" and loss.tail == "bucket" and not own and not loss.use_policy_gradient
         yield (
             f"{key}.as_reward", plain,
             "minimises no divergence: leave loss_mode, tail, loss_fn and use_policy_gradient of this section out",
         )
-    used = DIVERGENCES.keys() & (set(weights) or {mode})
-    takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}
+    _, takes_samples = _divergences(config)
     sampled = mode in takes_samples
     yield (
         f"{key}.use_policy_gradient", not sampled or DIVERGENCES[mode].is_loss or loss.use_policy_gradient,
@@ -105,13 +96,6 @@ def distillation_loss(config: Config) -> Rules:
         f"{key}.use_policy_gradient", sampled or not loss.use_policy_gradient,
         "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
         f"not {mode}, whose exact gradient is known",
-    )
-    weighted = config.algorithm.rollout_is_threshold is not None and config.algorithm.rollout_is != "sequence"
-    yield (
-        f"{key}.mixed_weights", not weighted or not takes_samples or used == takes_samples,
-        f"must not mix {', '.join(sorted(takes_samples))} with divergences over candidates with algorithm."
-        "rollout_is_threshold: the weight of a sampled token would hide the divergence where the student has moved "
-        "most; with algorithm.rollout_is=sequence all have one weight",
     )
     yield (
         f"{key}.tail", not sampled or loss.tail == "bucket",
@@ -139,15 +123,46 @@ def distillation_loss(config: Config) -> Rules:
     )
     yield from _token_weights(config)
     yield from _cross_tokenizer(config)
-    own_candidates, needs = loss.candidates != "teacher", f"must be teacher with {key}"
-    yield f"{key}.candidates", not (own_candidates and loss.as_reward), f"{needs}.as_reward, which has none"
-    all_sampled = not own and used == takes_samples
-    yield f"{key}.candidates", not (own_candidates and all_sampled), f"{needs}.loss_mode={mode}, which has none"
-    cached = [f"{each.where}.cache" for each in run_teachers(config) if each.section.cache is not None]
-    yield (
-        f"{key}.candidates", not (own_candidates and cached),
-        f"must be teacher with {', '.join(cached)}, which has the teacher's",
+    yield from _mixed(config)
+    yield from _candidates(config)
+
+
+def _divergences(config: Config) -> tuple[set[str], set[str]]:
+    """Return the names of the divergences of the loss, and of those that need sampled tokens."""
+    used = DIVERGENCES.keys() & (set(config.distillation.mixed_weights) or {config.distillation.loss_mode})
+    return used, {name for name in used if DIVERGENCES[name].signal == "sampled"}
+
+
+def _mixed(config: Config) -> Rules:
+    """Yield the rules of the sum of several divergences."""
+    key, algorithm, weights = "distillation.mixed_weights", config.algorithm, config.distillation.mixed_weights
+    both = (config.distillation.loss_mode == "mixed") == bool(weights)
+    yield key, both, "must be set together with distillation.loss_mode=mixed"
+    mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
+    for name, weight in weights.items():
+        yield key, name in mixable and 0 < weight < math.inf, (
+            f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}"
+        )
+    used, takes_samples = _divergences(config)
+    by_token = algorithm.rollout_is_threshold is not None and algorithm.rollout_is != "sequence"
+    yield key, not by_token or not takes_samples or used == takes_samples, (
+        f"must not mix {', '.join(sorted(takes_samples))} with divergences over candidates with algorithm."
+        "rollout_is_threshold: the weight of a sampled token would hide the divergence where the student has moved "
+        "most; with algorithm.rollout_is=sequence all have one weight"
     )
+
+
+def _candidates(config: Config) -> Rules:
+    """Yield the rules of the student's candidates."""
+    loss, key, needs = config.distillation, "distillation.candidates", "must be teacher with"
+    if loss.candidates == "teacher":
+        return
+    used, takes_samples = _divergences(config)
+    yield key, not loss.as_reward, f"{needs} distillation.as_reward, which has none"
+    all_sampled = loss.loss_fn is None and used == takes_samples
+    yield key, not all_sampled, f"{needs} distillation.loss_mode={loss.loss_mode}, which has none"
+    cached = [f"{each.where}.cache" for each in run_teachers(config) if each.section.cache is not None]
+    yield key, not cached, f"{needs} {', '.join(cached)}, which has the teacher's"
 
 
 def _cross_tokenizer(config: Config) -> Rules:

@@ -171,7 +171,7 @@ def make_prompts(
                 problems += found
                 continue
         _warn_about_ended(all_ids, tokenizer, table.where)
-        unused = list[int]()
+        before = len(prompts)
         for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
             fits = length <= max_prompt_length and other_lengths[row] <= teacher_limit
             fits &= answer_lengths[row] <= max_response_length
@@ -186,11 +186,7 @@ def make_prompts(
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
                     file=file, weight=table.weight, teacher=table.teachers[row],
                 ))  # fmt: skip
-                mask = prompts[-1].loss_mask
-                unused += [row + 1] if mask is not None and not mask.any() else []
-        if unused:
-            rule = "no token of the given completion is trained on"
-            problems.append(DataError(f"{table.where}, row {unused[0]}: {rule}"))
+        problems += _untrained(prompts[before:], num_rows, table.where)
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
@@ -200,6 +196,16 @@ def make_prompts(
         limit += f", or their given completions than data.max_response_length={max_response_length}"
     _report_skipped(key, num_rows - len(prompts), num_rows, limit)
     return prompts
+
+
+def _untrained(tasks: list[Task], first: int, where: str) -> list[DataError]:
+    """Return the error of the first task whose given completion has no trained token, if any.
+
+    `first`: index of the first row of the table.
+    """
+    rule = "no token of the given completion is trained on"
+    rows = (task.index - first + 1 for task in tasks if task.loss_mask is not None and not task.loss_mask.any())
+    return [DataError(f"{where}, row {row}: {rule}") for row in rows][:1]
 
 
 def _teacher_prompts(
