@@ -145,7 +145,7 @@ SFT_COSINE = f"{ACTOR}.optim_sft.lr_scheduler_type=cosine {ACTOR}.optim_sft.lr_w
 SFT, GIVEN = "distillation.enabled=false", "data.response_key=given"
 GRPO = Method(
     title="GRPO", overrides=f"distillation.enabled=false data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8",
-    settings=grid((1e-5, 3e-5, 3e-6), (32, 8)),  # at 1e-4 all rewards are lost within 60 steps
+    settings=grid((3e-5, 1e-5, 3e-6), (32, 8)),  # at 1e-4 all rewards are lost within 60 steps
 )  # fmt: skip
 REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
@@ -168,9 +168,9 @@ MANY = {
 LENGTHS = (1.0, 0.3)
 """Supervised training needs fewer passes over few prompts."""
 FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sft_teacher_long", "trl")} | {
-    name: replace(MANY[name], settings=grid((3e-4, 1e-4, 1e-3), (32,), LENGTHS))
+    name: replace(MANY[name], settings=grid((1e-4, 3e-4, 1e-3), (32,), LENGTHS))
     for name in ("off_policy", "sft_teacher", "sft_data")
-} | {name: replace(MANY[name], settings=grid((3e-4, 1e-3, 1e-4), (32, 16))) for name in ("opd", "opd_reverse", "mixed")}
+} | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "opd_reverse", "mixed")}
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
     "opd_reverse": Method(
