@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", default=[""], help=f"beginnings of rows, such as {', '.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=28.0, help="for everything (%(default)s)")
-    parser.add_argument("--part-minutes", type=float, default=6.0, help="for a process (%(default)s)")
+    parser.add_argument("--part-minutes", type=float, default=8.0, help="for a process (%(default)s)")
     parser.add_argument("--folder", type=Path, help="of models, runs and logs; default: a temporary one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor() as threads:
