@@ -43,11 +43,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, device_name, tail
+from results_methods import ACTOR, ON_DEMO, REGIMES, ROLLOUT, RUNS, Method, Regime, Setting
 from results_report import COLUMNS, is_validation, read, read_all, report
 
 from hybrid_gkd.config.loading import load_config
@@ -57,7 +58,6 @@ from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 
 STORED = ROOT / "benchmarks" / "results"
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 WARM_UP = f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1"
 """A fraction of the optimizer steps, since methods take different numbers of them."""
 SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
@@ -65,156 +65,14 @@ STEPS = {"cuda": 110, "cpu": 20}
 """Training steps of a run, each of a rollout batch: 5.1M tokens of completions on a GPU."""
 BATCH = {"cuda": 256, "cpu": 32}
 """Prompts of a rollout, as in the recipe."""
-MINI_BATCH_DIVISOR = {"cuda": 1, "cpu": 16}
-"""Rollouts on a CPU have fewer prompts, of which the mini-batches of a setting are a part."""
 SEARCH_FRACTION = 1 / 3
 """Length of a run of the search."""
-FEW = 512
-"""Prompts of the regime with few."""
 LOOK_EVERY = 1.0
 """Seconds between two looks at a run's metrics."""
 VALIDATIONS = 5
 """Validations of a run after the first; each takes seconds that train nothing."""
 MOST_ROWS = 60
 """Rows of a stored run, validations aside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Hyperparameters that the search chooses."""
-
-    rate: float
-    mini_batch: int
-    """Tasks of an optimizer step."""
-    length: float = 1.0
-    """Training steps as a fraction of those of the other runs."""
-
-    def __str__(self) -> str:
-        length = "" if self.length == 1 else f", {self.length:g} as long"
-        return f"rate {self.rate:g}, mini-batch {self.mini_batch}{length}"
-
-    @property
-    def slug(self) -> str:
-        """For the name of a file."""
-        return f"{self.rate:g}-{self.mini_batch}-{self.length:g}"
-
-    def overrides(self, steps: int, device: str) -> list[str]:
-        """Configuration of a run that would have so many training steps at length 1."""
-        mini_batch = max(1, self.mini_batch // MINI_BATCH_DIVISOR[device])
-        return [
-            f"{ACTOR}.optim.lr={self.rate:g}", f"{ACTOR}.ppo_mini_batch_size={mini_batch}",
-            f"trainer.total_training_steps={max(1, round(self.length * steps))}",
-        ]  # fmt: skip
-
-
-def grid(
-    rates: tuple[float, ...], mini_batches: tuple[int, ...], lengths: tuple[float, ...] = (1.0,)
-) -> tuple[Setting, ...]:
-    """All combinations; the first is taken where no search is stored."""
-    return tuple(Setting(*each) for each in itertools.product(rates, mini_batches, lengths))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """A way to train a student."""
-
-    title: str
-    overrides: str = ""
-    """Overrides of config/gpu_demo.yaml."""
-    given: str | None = None
-    """Source of given completions: "data", "teacher", or None."""
-    settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 16))
-    how: str = "program"
-    """"program" or "trl"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regime:
-    """Prompts and the student at the start, for all of its methods."""
-
-    title: str
-    overrides: str = ""
-    prompts: int | None = None
-    """None: all that there are."""
-    kept: bool = False
-    """Whether the student of a finished run is kept beside the models, for measurements."""
-    methods: dict[str, Method]
-
-
-SFT_COSINE = f"{ACTOR}.optim_sft.lr_scheduler_type=cosine {ACTOR}.optim_sft.lr_warmup_steps_ratio=0.1"
-SFT, GIVEN = "distillation.enabled=false", "data.response_key=given"
-GRPO = Method(
-    title="GRPO", overrides=f"distillation.enabled=false data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8",
-    settings=grid((3e-5, 1e-5, 3e-6), (32, 8)),  # at 1e-4 all rewards are lost within 60 steps
-)  # fmt: skip
-REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
-MANY = {
-    "opd": Method(title="on-policy distillation"),
-    "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
-    "sft_teacher": Method(title="SFT on the teacher's completions", overrides=f"{SFT} {GIVEN}", given="teacher"),
-    "sft_teacher_long": Method(
-        title="SFT on the teacher's completions, four passes", overrides=f"{SFT} {GIVEN}", given="teacher",
-        settings=grid((1e-3, 5e-4, 3e-4), (64, 32), (4.0,)),
-    ),
-    "sft_data": Method(title="SFT on the data's solutions", overrides=f"{SFT} {GIVEN}", given="data"),
-    "off_policy": Method(title="off-policy distillation", overrides=GIVEN, given="teacher"),
-    "mixed": Method(
-        title="half on-policy, half off-policy", given="teacher",
-        overrides=f"{GIVEN} distillation.on_policy_fraction=0.5",
-    ),
-    "grpo": GRPO,
-    "trl": Method(title="TRL's on-policy distillation", how="trl", settings=grid((5e-4,), (32,))),
-}
-LENGTHS = (1.0, 0.3)
-"""Supervised training needs fewer passes over few prompts."""
-FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sft_teacher_long", "trl")} | {
-    name: replace(MANY[name], settings=grid((1e-4, 3e-4, 1e-3), (32,), LENGTHS))
-    for name in ("off_policy", "sft_teacher", "sft_data")
-} | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "opd_reverse", "mixed")}
-WARM_METHODS = {
-    "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
-    "opd_reverse": Method(
-        title="then on-policy distillation, reverse KL",
-        overrides=f"{GIVEN} distillation.on_policy_fraction=1 {REVERSE}",
-    ),
-    "sft_teacher": Method(title="then more SFT", overrides=f"{SFT} {GIVEN}"),
-    # Its batches have an eighth of the prompts: a warm start on as many completions takes eight times as many steps.
-    "grpo": replace(
-        GRPO, title="then GRPO", settings=grid((1e-5, 3e-5, 3e-6), (32, 8), (2.3,)),
-        overrides=f"{GRPO.overrides} {GIVEN} distillation.on_policy_fraction=1 "
-        "trainer.warmup_steps_sft=${by_device:160,32}",
-    ),
-}
-COMPRESS_METHODS = {
-    "opd": replace(MANY["opd"], settings=grid((3e-4, 6e-4, 1e-3), (16, 128))),
-    "off_policy": replace(MANY["off_policy"], settings=grid((3e-4, 6e-4, 1e-3), (16, 128))),
-    # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
-    "sft_teacher": Method(
-        title=MANY["sft_teacher"].title, given="teacher", settings=grid((3e-4, 6e-4, 1e-3), (16, 128)),
-        overrides=f"{GIVEN} trainer.warmup_steps_sft=${{trainer.total_training_steps}} {SFT_COSINE} "
-        f"{ACTOR}.optim_sft.lr=${{{ACTOR}.optim.lr}}",
-    ),
-}
-REGIMES = {
-    "many": Regime(title="Many prompts", methods=MANY),
-    "few": Regime(title="512 prompts", prompts=FEW, methods=FEW_METHODS),
-    "warm": Regime(
-        title="Warm start on the teacher's completions",
-        overrides=f"trainer.warmup_steps_sft=${{by_device:20,4}} {ACTOR}.optim_sft.lr=5e-4 {SFT_COSINE}",
-        methods={name: replace(method, given="teacher") for name, method in WARM_METHODS.items()},
-    ),
-    # Another task: its models come from results_compress.py, and its runs are stored in a folder of their own.
-    "compress": Regime(
-        title="A pretrained model without some of its layers", kept=True, methods=COMPRESS_METHODS,
-        overrides=f"reward.answer_key=null data.max_prompt_length=256 data.max_response_length=256 "
-        f"data.train_batch_size=${{by_device:1024,8}} {ROLLOUT}.max_num_seqs=${{by_device:1024,8}} "
-        f"{ROLLOUT}.val_kwargs.temperature=1 "
-        f"{ACTOR}.ppo_max_token_len_per_gpu=${{by_device:32768,4096}} data.filter_overlong_prompts=true",
-    ),
-}
-RUNS = {f"{key}-{name}": (regime, method) for key, regime in REGIMES.items() for name, method in regime.methods.items()}
-ON_DEMO = [name for name, (regime, _) in RUNS.items() if regime is not REGIMES["compress"]]
-"""Runs with the models of gpu_demo."""
 
 
 @dataclass(frozen=True, slots=True)
