@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -126,7 +125,7 @@ class CachedTeacher:
 
     def drain_metrics(self) -> TeacherMetrics:
         """Return counters since the last call, including cache hits."""
-        found = TeacherMetrics(complete_until=time.monotonic()) if self.client is None else self.client.drain_metrics()
+        found = TeacherMetrics() if self.client is None else self.client.drain_metrics()
         found.cache_hits, found.cache_lookups, self._hits, self._lookups = self._hits, self._lookups, 0, 0
         return found
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybrid_gkd.scoring.scorer import completed_future
+from hybrid_gkd.scoring.scorer import completed_future, settle
 from hybrid_gkd.scoring.teacher_scorer import Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_events import Events, TokenEvents, Tokens, ranges
 from hybrid_gkd.scoring.token_spans import TokenSpans
@@ -179,11 +179,8 @@ class CrossTokenizerScorer(TeacherScorer):
 
     def drain(self) -> dict[str, TeacherMetrics]:
         """Return the counters since the last call."""
-        found, counts = self.client.drain_metrics(), self._counts
-        for name in ("aligned_tokens", "matched_tokens", "span_tokens"):
-            setattr(found, name, getattr(counts, name))
-        self._counts = TeacherMetrics()
-        return {"": found}
+        counts, self._counts = self._counts, TeacherMetrics()
+        return {"": self.client.drain_metrics() + counts}
 
 
 def _reading(task: Task, sample: Sample, alignment: Alignment) -> Reading:
@@ -193,20 +190,10 @@ def _reading(task: Task, sample: Sample, alignment: Alignment) -> Reading:
     return Reading(token_ids=ids, positions=positions, name=str(sample.id), keep=sample.status == "given")
 
 
-def _converted(future: Future[TopK], convert: functools.partial[TopK], thread: Executor) -> Future[TopK]:
+def _converted(future: Future[TopK], convert: Callable[[TopK], TopK], thread: Executor) -> Future[TopK]:
     """Return a future of the result, converted in the thread; it has the error of the first one or the conversion."""
     found: Future[TopK] = Future()
-
-    def settle(done: Future[TopK]) -> None:
-        with contextlib.suppress(InvalidStateError):  # cancelled by its owner
-            try:
-                result = convert(done.result(0))
-            except Exception as error:  # it has to reach the trainer
-                found.set_exception(error)
-            else:
-                found.set_result(result)
-
-    future.add_done_callback(lambda done: thread.submit(settle, done))
+    future.add_done_callback(lambda done: thread.submit(settle, found, lambda: convert(done.result(0))))
     return found
 
 

@@ -5,9 +5,10 @@ Teachers are asynchronous and have their own deadlines (teacher_scorer.py); the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hybrid_gkd.types import Pair, Plan, Sample, SampleId, Signal
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from hybrid_gkd.workers.batches import Batches
 
 S = TypeVar("S", bound=Signal)
+T = TypeVar("T")
 
 
 class Scorer(Protocol):
@@ -52,6 +54,17 @@ def completed_future(signal: S) -> Future[S]:
     future: Future[S] = Future()
     future.set_result(signal)
     return future
+
+
+def settle(future: Future[T], compute: Callable[[], T]) -> None:
+    """Give a future the result of a function, or its error. A future that is done already stays as it is."""
+    with contextlib.suppress(InvalidStateError):
+        try:
+            result = compute()
+        except Exception as error:  # the trainer waits for it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 def scored(scorer: Scorer, pairs: Sequence[Pair]) -> list[Sample]:

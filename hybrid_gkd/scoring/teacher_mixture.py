@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from hybrid_gkd.scoring.scorer import settle
 from hybrid_gkd.scoring.teacher_router import TeacherGroup
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
 from hybrid_gkd.types import Pair, Sample, Scored, TopK
@@ -50,25 +50,17 @@ class SumScorer(MixtureScorer):
 
 
 def _combined(futures: Sequence[Future[TopK]], join: Callable[[Sequence[TopK]], Scored]) -> Future[Scored]:
-    """Return a future of what `join` makes of the results; it has the error of the first one that fails."""
+    """Return a future of the joined results of all futures; it has the error of the first one that fails."""
     found: Future[Scored] = Future()
 
-    def settle(future: Future[TopK]) -> None:
-        failure, result = future.exception(), None
-        if failure is None and not all(each.done() for each in futures):
-            return
-        try:
-            result = join([each.result(0) for each in futures]) if failure is None else None
-        except Exception as error:  # of another future, or of this function: it has to reach the trainer
-            failure = error
-        with contextlib.suppress(InvalidStateError):  # settled by another one that ended at the same time
-            if result is None:
-                found.set_exception(failure)
-            else:
-                found.set_result(result)
+    def on_done(future: Future[TopK]) -> None:
+        if future.exception() is not None:
+            settle(found, future.result)
+        elif all(each.done() for each in futures):
+            settle(found, lambda: join([each.result(0) for each in futures]))
 
     for future in futures:
-        future.add_done_callback(settle)
+        future.add_done_callback(on_done)
     return found
 
 

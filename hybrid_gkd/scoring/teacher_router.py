@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
+import operator
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -46,7 +47,7 @@ class TeacherGroup(TeacherScorer):
     def take_metrics(self, clock: Clock) -> dict[str, float]:
         """Return the metrics of the requests to all teachers since the last call, and latency and tokens of each."""
         counts = self.drain()
-        metrics = request_metrics(joined(list(counts.values())), clock)
+        metrics = request_metrics(functools.reduce(operator.add, counts.values()), clock)
         total = sum(each.scored_tokens for each in counts.values())
         for name, each in counts.items():
             if each.requests:
@@ -66,21 +67,3 @@ class TeacherRouter(TeacherGroup):
             places = [place for place, (task, _) in enumerate(pairs) if task.teacher == key]
             found |= zip(places, scorer.submit([pairs[place] for place in places]), strict=True)
         return [found[place] for place in range(len(pairs))]
-
-
-def joined(counts: list[TeacherMetrics]) -> TeacherMetrics:
-    """Return the counters of several clients as those of one."""
-    chain = itertools.chain.from_iterable
-    return TeacherMetrics(
-        requests=[*chain(each.requests for each in counts)], steps=[*chain(each.steps for each in counts)],
-        complete_until=min(each.complete_until for each in counts),
-        queue_lengths=[*chain(each.queue_lengths for each in counts)],
-        engine_busy=[*chain(each.engine_busy for each in counts)],
-        **{
-            name: sum(getattr(each, name) for each in counts)
-            for name in (
-                "tokens", "scored_tokens", "retries", "bad_replies", "bytes_sent", "bytes_received", "cache_lookups",
-                "cache_hits", "aligned_tokens", "matched_tokens", "span_tokens",
-            )
-        },
-    )  # fmt: skip

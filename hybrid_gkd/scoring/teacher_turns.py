@@ -7,6 +7,7 @@ import functools
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from hybrid_gkd.errors import TeacherTimeout
+from hybrid_gkd.scoring.scorer import settle
 from hybrid_gkd.scoring.teacher_scorer import GRACE_SECONDS, Teacher
 from hybrid_gkd.types import Reading, TopK
 
@@ -38,13 +39,13 @@ class Turns:
                     raise TeacherTimeout(f"the teacher before it has not answered: {self._active.describe()}")
                 self._active, self._open = teacher, []
             futures = teacher.submit(readings)
-        except Exception as error:  # of the client: the trainer waits for it
+        except Exception as error:  # the trainer waits for it
             for own in found:
                 own.set_exception(error)
             return
         self._open = [each for each in self._open if not each.done()] + futures
         for own, future in zip(found, futures, strict=True):
-            future.add_done_callback(functools.partial(_copy, own))
+            future.add_done_callback(lambda done, own=own: settle(own, done.result))
 
 
 class TeacherInTurn:
@@ -61,11 +62,3 @@ class TeacherInTurn:
             call = functools.partial(self.turns.send, self.teacher, readings, found)
             self.turns.thread.submit(contextvars.copy_context().run, call)  # requests have the caller's step
         return found
-
-
-def _copy(own: Future[TopK], done: Future[TopK]) -> None:
-    error = done.exception()
-    if error is None:
-        own.set_result(done.result())
-    else:
-        own.set_exception(error)

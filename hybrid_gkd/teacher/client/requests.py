@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class TeacherMetrics:
     """Times (time.monotonic) of the first send and of the scores of each request."""
     steps: list[int | None] = field(default_factory=list)
     """Training step of each request."""
-    complete_until: float = 0.0
+    complete_until: float = math.inf
     """Time before which all started requests are included in these counters or earlier ones."""
     tokens: int = 0
     """Number of tokens of the scored readings."""
@@ -56,6 +56,11 @@ class TeacherMetrics:
     of the teacher, `span_tokens` are scored in spans."""
     matched_tokens: int = 0
     span_tokens: int = 0
+
+    def __add__(self, other: TeacherMetrics) -> TeacherMetrics:
+        """Return the counters of two clients of the same time as those of one."""
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return TeacherMetrics(**sums | {"complete_until": min(self.complete_until, other.complete_until)})
 
     @property
     def latencies(self) -> list[float]:
