@@ -105,7 +105,7 @@ class TeacherClient:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._closing = False
-        self._last_turn = time.monotonic()
+        self._last_iteration = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="teacher client", daemon=True)
         self._thread.start()
 
@@ -245,7 +245,7 @@ class TeacherClient:
             while not self._closing:
                 self._poll(pause)
                 with self._changed:
-                    pause = self._turn()
+                    pause = self._iterate()
                     self._changed.notify_all()
                 self._resolve()
         except TeacherError as error:
@@ -288,7 +288,7 @@ class TeacherClient:
                 else:
                     future.set_result(outcome)
 
-    def _turn(self) -> float:
+    def _iterate(self) -> float:
         """Run an iteration; return the seconds until the next one, unless a message arrives."""
         for connection in self._connections:
             if connection.read_events():  # possibly a new server, which needs a handshake
@@ -322,7 +322,7 @@ class TeacherClient:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
-        pause, self._last_turn = now - self._last_turn, now
+        pause, self._last_iteration = now - self._last_iteration, now
         for connection in self._connections:
             if pause > protocol.LIVENESS_SECONDS / 2:  # this process was paused and could not receive messages
                 connection.heard = max(connection.heard, now - protocol.LIVENESS_SECONDS / 2)

@@ -108,10 +108,11 @@ class Service:
         self.supervisor.check()
         if self.supervisor.has_started and not self._announced:
             self._announced = True
-            self._announce(self._arguments.host, self.broker.port, self.broker.worker_port)
+            self._announce()
         return True
 
-    def _announce(self, host: str, port: int, worker_port: int) -> None:
+    def _announce(self) -> None:
+        host, port, worker_port = self._arguments.host, self.broker.port, self.broker.worker_port
         print(f"teacher ready on {host}:{port}, workers join {host}:{worker_port}", flush=True)
         if self._arguments.ready_file:
             partial = Path(f"{self._arguments.ready_file}.{os.getpid()}")
@@ -248,11 +249,11 @@ def _parser() -> argparse.ArgumentParser:
                              "machine) can use, stop and impersonate the service")
     server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="time after SIGTERM to finish accepted requests; a second signal stops at once")
-    joiner = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
-    joiner.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
-    asker = commands.add_parser("status", parents=[common, secure], help="print the state of the service")
-    asker.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
-    asker.add_argument("--json", action="store_true", help="print one JSON object")
+    worker = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
+    worker.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
+    state = commands.add_parser("status", parents=[common, secure], help="print the state of the service")
+    state.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
+    state.add_argument("--json", action="store_true", help="print one JSON object")
     maker = commands.add_parser("keys", parents=[common], help="create keys for the server, a client and a worker")
     maker.add_argument("--out", required=True, metavar="FOLDER", help="folder that gets one subfolder per side")
     maker.add_argument("--client", metavar="NAME", help="create keys for one more client instead")

@@ -26,7 +26,7 @@ HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-MESSAGES_PER_TURN = 64
+MESSAGES_PER_READ = 64
 """Messages read from one socket before the others are polled."""
 EXPECTS_KEYS = "the server requires keys (actor_rollout_ref.teacher.keys, --keys) and none were given"
 
@@ -110,8 +110,8 @@ class Dealer:
         return True
 
     def receive(self) -> Iterator[tuple[AnyMessage, list[Buffer]]]:
-        """Yield header and array frames of received messages, at most `MESSAGES_PER_TURN`."""
-        for _ in range(MESSAGES_PER_TURN):
+        """Yield header and array frames of received messages, at most `MESSAGES_PER_READ`."""
+        for _ in range(MESSAGES_PER_READ):
             try:
                 frames, _ = receive_frames(self.socket, protocol.MAX_FRAMES)
             except zmq.Again:

@@ -39,7 +39,7 @@ MAX_FRAMES = 1 + MAX_ARRAYS
 MAX_REQUEST_BYTES = 16 << 20
 """Largest frame that a broker accepts from a client, and largest size of a request's arrays (token ids only)."""
 MAX_REQUEST_TOKENS = 1 << 16
-"""Largest number of tokens of several readings in one piece of work of a worker; others wait meanwhile."""
+"""Largest number of tokens of several readings that a worker scores as one request; other requests wait for it."""
 MAX_REPLY_BYTES = 1 << 30
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 """Largest timeout of one attempt of a request."""
@@ -104,14 +104,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion of the model; empty if unknown."""
     given_ids: bool = False
-    """Whether requests may name candidates; False in services that do not know them."""
+    """Whether requests may name candidates; False in services without this feature."""
     weights: str = ""
     """Fingerprint of the weights and of the data type of the computation; empty if unknown."""
     adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET
     """Adapters that a request may name; not in the messages of a service without them."""
 
     def with_adapter(self, name: str | None, address: str) -> ModelInfo:
-        """Return the model with an adapter (None: without), as one without further ones.
+        """Return the description of the model with one of its adapters; None: without.
 
         Raises TeacherMismatch with the server's address: it has no such adapter.
         """
@@ -342,14 +342,13 @@ def joined_given_ids(readings: ListLike[Reading]) -> np.ndarray | None:
     return np.concatenate(given) if given else None
 
 
-def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
-    """Return the test request of a worker, the smallest possible one, and its array frame."""
-    frame = np.array([0, 1], DTYPES["int32"]).tobytes()
+def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, list[np.ndarray]]:
+    """Return the test request of a worker, the smallest possible one, and its array."""
     request = ScoreRequest(
         id=TEST_ID, attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
-        lengths=[2], ranges=[[1, 2]], arrays=(ArraySpec("int32", (2,), zlib.crc32(frame)),),
+        lengths=[2], ranges=[[1, 2]],
     )
-    return request, frame
+    return with_arrays(request, [np.array([0, 1], np.int32)])
 
 
 def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: ModelInfo) -> None:

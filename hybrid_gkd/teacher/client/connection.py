@@ -60,8 +60,7 @@ class Connection(Dealer):
         self._adapter = adapter
         self._keys_option = f" --keys {keys.folder}" if keys else ""
         self.model: ModelInfo | None = None
-        """The server's model, with the adapter of the requests; None while the server is not known to be ready: then
-        only hellos are sent."""
+        """The server's model, with the adapter of the requests; None until it is ready: only hellos are sent."""
         self.instance = ""
         """Id of the server process; changes when the server is restarted."""
         self.is_unknown = True

@@ -68,15 +68,15 @@ class TeacherMetrics:
 
 
 class ReadingQueue:
-    """Readings not in flight yet, oldest first."""
+    """Queue of the readings that are not in flight yet."""
 
     def __init__(self, group_size: int):
         self._group_size = group_size
-        self._line: deque[tuple[float, PendingReading]] = deque()
+        self._queue: deque[tuple[float, PendingReading]] = deque()
         self.num_tokens = 0
 
     def add(self, reading: Reading, future: Future[TopK]) -> None:
-        self._line.append((time.monotonic(), (reading, future, current_step.get())))
+        self._queue.append((time.monotonic(), (reading, future, current_step.get())))
         self.num_tokens += reading.num_tokens
 
     def take_group(self, now: float) -> tuple[list[PendingReading], float]:
@@ -84,23 +84,23 @@ class ReadingQueue:
 
         Otherwise return none, and the seconds until then.
         """
-        if not self._line:
+        if not self._queue:
             return [], math.inf
         size = num_tokens = num_bytes = 0
-        is_full, width = False, _num_given(self._line[0][1][0])
-        for _, (reading, *_) in itertools.islice(self._line, self._group_size):
+        is_full, width = False, _num_given(self._queue[0][1][0])
+        for _, (reading, *_) in itertools.islice(self._queue, self._group_size):
             num_tokens, num_bytes = num_tokens + reading.num_tokens, num_bytes + reading.num_bytes
             is_full = num_tokens > TOKENS_PER_REQUEST or num_bytes > MAX_REQUEST_BYTES or _num_given(reading) != width
             if size > 0 and is_full:
                 break
             size += 1
-        wait = self._line[0][0] + GROUP_WAIT_SECONDS - now
+        wait = self._queue[0][0] + GROUP_WAIT_SECONDS - now
         if size < self._group_size and num_tokens < TOKENS_PER_REQUEST and not is_full and wait > 0:
             return [], wait
         return self.take(size), 0.0
 
     def take(self, count: int | None = None) -> list[PendingReading]:
-        taken = [self._line.popleft()[1] for _ in range(len(self._line) if count is None else count)]
+        taken = [self._queue.popleft()[1] for _ in range(len(self._queue) if count is None else count)]
         self.num_tokens -= sum(reading.num_tokens for reading, *_ in taken)
         return taken
 

@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, scores BLOB);
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBy:
-    """Teacher and settings on which stored scores depend, besides the reading."""
+    """Teacher and settings on which the stored scores of a reading depend."""
 
     model: ModelInfo
     """Description of the teacher; its `weights` identify it."""
@@ -60,11 +60,11 @@ class ScoredBy:
 
     def key(self, reading: Reading) -> bytes:
         """Return the key of a reading's entry."""
-        of_all = f"{self.model.weights} {self.topk} {self.temperature!r} {self.num_ids} "
-        found = hashlib.blake2b(of_all.encode(), digest_size=20)
+        settings = f"{self.model.weights} {self.topk} {self.temperature!r} {self.num_ids} "
+        key = hashlib.blake2b(settings.encode(), digest_size=20)
         for array, dtype in ((reading.token_ids, "<i4"), (reading.positions, "<i8")):
-            found.update(f"{len(array)} ".encode() + np.ascontiguousarray(array, dtype).tobytes())
-        return found.digest()
+            key.update(f"{len(array)} ".encode() + np.ascontiguousarray(array, dtype).tobytes())
+        return key.digest()
 
 
 class ScoreStore:
@@ -108,10 +108,8 @@ class ScoreStore:
     def num_bytes(self) -> int:
         """Size of the file, bytes."""
         with self._lock, self._errors("cannot be read"):
-            (pages,), (size,) = (self._database.execute(f"PRAGMA {each}").fetchone() for each in (
-                "page_count", "page_size",
-            ))  # fmt: skip
-        return int(pages * size)
+            query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+            return int(self._database.execute(query).fetchone()[0])
 
     def __len__(self) -> int:
         with self._lock, self._errors("cannot be read"):

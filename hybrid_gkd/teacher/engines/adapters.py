@@ -1,4 +1,4 @@
-"""LoRA adapters of a scoring engine's model: each request names one, or none for the model itself."""
+"""LoRA adapters of a scoring engine's model. A request names one of them, or none for the model itself."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def add_adapter(hf_model: Any, name: str, folder: str) -> None:
 
 
 def select_adapter(hf_model: Any, name: str | None) -> None:
-    """Let a model of transformers compute with one of its adapters; None: without."""
+    """Activate one adapter of a transformers model; None: deactivate all."""
     for layer in adapted_layers(hf_model).values():
         layer.enable_adapters(name is not None)
         if name is not None:

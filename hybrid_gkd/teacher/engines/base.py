@@ -53,8 +53,8 @@ class Item:
         return self.reading.token_ids[self.reading.positions].astype(np.int64)
 
     @property
-    def alike(self) -> tuple[int, ...]:
-        """Return what items that are scored by one call of `top_logprobs` have in common."""
+    def batch_key(self) -> tuple[int, ...]:
+        """Return the key of items that one call of `top_logprobs` can score together."""
         given = self.reading.given_ids
         return (self.num_ids,) if given is None else (self.num_ids, self.k, given.shape[1])
 

@@ -109,7 +109,7 @@ class HFScoringEngine(ScoringEngine):
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """Take the readings of the next forward: at least one if any is queued, all `alike` and with one adapter.
+        """Take the readings of the next forward: at least one if any is queued, all of one `batch_key` and adapter.
 
         The token limit includes padding.
         """
@@ -123,7 +123,7 @@ class HFScoringEngine(ScoringEngine):
             length = self._queue[0].num_tokens
             longest, total = max(longest, length), total + length
             size = longest * (len(items) + 1) if self._pads else total
-            if items and (size > limit or self._queue[0].alike != items[0].alike):
+            if items and (size > limit or self._queue[0].batch_key != items[0].batch_key):
                 break
             items.append(self._queue.popleft())
         self._queue.extendleft(reversed(others))

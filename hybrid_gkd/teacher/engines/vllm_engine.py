@@ -185,8 +185,8 @@ class _Request:
     """Scores from the steps so far, on the device."""
 
     @property
-    def alike(self) -> tuple[int, ...]:
-        """Return what requests that are scored by one call of `top_logprobs` have in common; as of `Item`."""
+    def batch_key(self) -> tuple[int, ...]:
+        """Return the key of requests that one call of `top_logprobs` can score together, as `Item.batch_key`."""
         return (self.num_ids,) if self.given is None else (self.num_ids, self.k, self.given.shape[1])
 
 
@@ -222,8 +222,8 @@ class RowScorer:
             if start < end:
                 found.append((name, request, request.rows[start:end] + (row - first), slice(start, end)))
         complete = dict[str, tuple[Tensor, ...]]()
-        for alike in sorted({request.alike for _, request, *_ in found}):  # one per client, as a rule
-            self._score_part(hidden, [each for each in found if each[1].alike == alike], complete)
+        for batch_key in sorted({request.batch_key for _, request, *_ in found}):  # usually one per client
+            self._score_part(hidden, [each for each in found if each[1].batch_key == batch_key], complete)
         return complete
 
     def _score_part(self, hidden: Tensor, found: list[Any], complete: dict[str, Any]) -> None:

@@ -1,10 +1,9 @@
-"""The broker: one thread that assigns clients' requests to workers with a free credit; keys take turns.
+"""The broker: one thread that assigns clients' requests to workers with a free credit, fairly by key (dispatch.py).
 
 It forwards array frames unchanged, except those of requests that it cuts (parts.py), and validates a sample of each
 result. Guarantees: every request is answered exactly once, by a result or an error. A worker that dies, hangs, loses a
 request or returns invalid scores delays the request, but does not fail it. No malformed message ends the loop. A client
-that floods the broker or does not read its replies affects those of other keys only by the limits of dispatch.py: half
-of the queue, and tokens at the workers.
+that floods the broker or does not read its replies delays other keys only within the limits of dispatch.py.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class Broker:
 
     def run(self, keep_running: Callable[[], bool]) -> None:
         """Serve until `keep_running`, which is called several times per second, returns False."""
-        poller, next_ping, last_turn = zmq.Poller(), 0.0, time.monotonic()
+        poller, next_ping, last_iteration = zmq.Poller(), 0.0, time.monotonic()
         handlers = {
             self._client_port.socket: (self._client_port, self._from_client),
             self._worker_port.socket: (self._worker_port, self._from_worker),
@@ -128,11 +127,11 @@ class Broker:
             for ready, _ in poller.poll(POLL_MILLISECONDS):
                 self._read(*handlers[ready])
             now = time.monotonic()
-            if now - last_turn > protocol.LIVENESS_SECONDS / 2:  # after a pause, restart the peers' timeouts
+            if now - last_iteration > protocol.LIVENESS_SECONDS / 2:  # after a pause, restart the peers' timeouts
                 peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._clients.values()]
                 for peer in peers:
                     peer.heard = now
-            last_turn = now
+            last_iteration = now
             if now >= next_ping:
                 next_ping = now + protocol.PING_INTERVAL_SECONDS
                 self._check_workers(now)
@@ -243,7 +242,7 @@ class Broker:
         self._held_bytes -= ticket.num_bytes
 
     def _finish(self, ticket: Ticket, answer: Reply, payload: list[zmq.Frame]) -> None:
-        """Close a request and send its only answer to the client: of parts their results, or the first error."""
+        """Close a request and send its only reply: for a request in parts the joined results, or the first error."""
         self._close(ticket)
         if ticket.parts and isinstance(answer, ScoreResult):
             ticket.result = answer, payload
@@ -288,8 +287,7 @@ class Broker:
             self._drop_worker(self._workers[identity], died=False)
         self._workers[identity] = WorkerRecord(identity, message, heard=time.monotonic())
         self._worker_port.send(identity, protocol.Registered())
-        request, array = protocol.make_test_request(message.model)
-        self._worker_port.send(identity, request, [zmq.Frame(array)])
+        self._worker_port.send(identity, *protocol.make_test_request(message.model))
 
     def _reject(self, identity: bytes, name: str, reason: str) -> None:
         log.warning("worker %s: %s", name, reason)
@@ -430,7 +428,7 @@ class Broker:
         self.counters["requeued"] += 1
 
     def _dispatch(self) -> None:
-        """Assign requests to workers with free credits: those of the client with the fewest tokens at workers first."""
+        """Assign queued requests to workers with free credits."""
         if not self._queue:
             return
         for ticket, worker in assignments(self._queue.values(), self._workers.values()):

@@ -1,4 +1,4 @@
-"""Requests that are scored in parts: others would wait too long for all of their readings at once."""
+"""Cuts large requests into parts, so that other requests need not wait for all of their readings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cut_request(request: ScoreRequest, payload: list[zmq.Frame]) -> list[Message
 
 
 def _part_bounds(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first reading of each part, and the one after its last."""
+    """Yield the index of the first reading of each part, and the index after its last."""
     first = num_tokens = 0
     for number, length in enumerate(lengths):
         if number > first and num_tokens + length > protocol.MAX_REQUEST_TOKENS:
@@ -50,7 +50,7 @@ def _part_bounds(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def join_results(results: list[tuple[ScoreResult, list[zmq.Frame]]]) -> tuple[ScoreResult, list[zmq.Frame]]:
-    """Return the result of a request from the checked results of its parts, in their order."""
+    """Join the validated results of the parts of a request, in order."""
     parts = [protocol.decode_arrays(result, [frame.buffer for frame in payload]) for result, payload in results]
     result, buffers = protocol.with_arrays(results[-1][0], [np.concatenate(each) for each in zip(*parts, strict=True)])
     return result, [zmq.Frame(each) for each in buffers]

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -79,8 +80,8 @@ class Port:
         self.number = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def receive(self) -> Iterator[tuple[bytes, str | None, list[zmq.Frame]]]:
-        """Yield routing id, key (None without keys) and frames of received messages, at most `MESSAGES_PER_TURN`."""
-        for _ in range(network.MESSAGES_PER_TURN):
+        """Yield routing id, key (None without keys) and frames of received messages, at most `MESSAGES_PER_READ`."""
+        for _ in range(network.MESSAGES_PER_READ):
             try:
                 (identity, *frames), num_left_out = network.receive_frames(self.socket, 1 + protocol.MAX_FRAMES)
             except zmq.Again:
@@ -93,7 +94,7 @@ class Port:
             yield identity.bytes, _property(identity, "User-Id") or None, ([] if num_left_out else frames)
 
     def send(
-        self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame] | list[protocol.Buffer] | None = None
+        self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame] | list[np.ndarray] | None = None
     ) -> int:
         """Send a message; return 0 or zmq's error: EAGAIN (the peer does not read), EHOSTUNREACH (disconnected)."""
         try:

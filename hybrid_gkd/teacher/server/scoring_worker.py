@@ -54,7 +54,7 @@ class Work:
     deadline: float
 
     @property
-    def how(self) -> tuple[int, float, int | None, str | None]:
+    def options(self) -> tuple[int, float, int | None, str | None]:
         """Arguments of `ScoringEngine.add` besides the readings."""
         return self.request.topk, self.request.temperature, self.request.num_ids, self.request.adapter or None
 
@@ -200,7 +200,7 @@ class ScoringWorker:
             done: Iterable[tuple[Work, list[TopK]]]
             try:
                 for work in batch:
-                    self._engine.add(work, work.readings, *work.how)
+                    self._engine.add(work, work.readings, *work.options)
                 done = self._engine.step()
             except Exception as error:
                 # As text, because the traceback's frames would keep the engine's tensors in memory.
@@ -211,13 +211,16 @@ class ScoringWorker:
                 self._link.reply(result, protocol.result_arrays(scores))
 
     def _next_batch(self) -> list[Work]:
-        """Return the queued requests that the engine needs; wait for one if the engine is idle."""
+        """Return queued requests, up to PREFETCH_TOKENS in the engine; wait for one if it is idle."""
         batch: list[Work] = []
         num_tokens = self._engine.num_tokens
         while num_tokens < PREFETCH_TOKENS:
             try:
                 # No deadline: an idle worker waits for work as long as its broker or its parent lives.
-                work = self._link.inbox.get(block=num_tokens == 0) if self._turns is None else self._in_turn(num_tokens)
+                if self._turns is not None:
+                    work = self._get_in_turn(self._turns, num_tokens)
+                else:
+                    work = self._link.inbox.get(block=num_tokens == 0)
             except queue.Empty:
                 break
             if isinstance(work, BaseException):
@@ -230,22 +233,21 @@ class ScoringWorker:
                 self._link.reply(_error(work.request, "expired", reason), [])
         return batch
 
-    def _in_turn(self, num_tokens: int) -> Work | BaseException:
-        """Return queued work, waiting for it and for the turn if the engine is idle. Raises queue.Empty."""
-        assert self._turns is not None
+    def _get_in_turn(self, turns: GpuTurns, num_tokens: int) -> Work | BaseException:
+        """Return queued work; wait for it, and for the GPU, if the engine is idle. Raises queue.Empty."""
         while True:
             try:
                 work = self._link.inbox.get(block=num_tokens == 0, timeout=TURN_POLL_SECONDS)
             except queue.Empty:
                 if num_tokens:
                     raise
-                if self._turns.is_awaited:
+                if turns.is_awaited:
                     self._engine.sleep()
-                    self._turns.release()
-                    log.info("asleep: it is the turn of another teacher")
+                    turns.release()
+                    log.info("asleep: another teacher needs the GPU")
                 continue
-            if not self._turns.has_turn:
-                self._turns.take()
+            if not turns.has_turn:
+                turns.take()
                 self._engine.wake()
                 log.info("awake")
             return work
@@ -256,7 +258,7 @@ class ScoringWorker:
         log.warning("the engine failed with %d requests: %s", len(pending), failure)
         for work in pending:
             try:
-                scores = self._engine.score(work.readings, *work.how)
+                scores = self._engine.score(work.readings, *work.options)
             except Exception as own_error:
                 self._engine.clear()
                 log.error("the engine failed on request %s", work.request.id, exc_info=own_error)

@@ -1,4 +1,4 @@
-"""Turns of workers of several services on one GPU: only the model of the worker whose turn it is takes memory there."""
+"""Time sharing of a GPU by workers of several services: one worker at a time has its model on the GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ POLL_SECONDS = 0.01
 
 
 class GpuTurns:
-    """The turns of one worker on its GPUs, or on the CPU, among all workers with the same folder.
+    """Exclusive use of the GPUs of one worker, or of the CPU, among all workers with the same folder.
 
-    A worker keeps its turn until another one waits for it and its own requests are done. The turn is a lock on a file
-    for each GPU, which the kernel releases when a process ends.
+    A worker keeps its GPUs until its own requests are done and another worker waits. Each GPU has a lock file; the
+    kernel releases the lock when the process ends.
 
     Args:
-        folder: folder for the files; workers open them in the order of their GPUs, so that none waits in a circle.
+        folder: folder of the lock files; every worker locks them in the same order, which rules out a deadlock.
     """
 
     def __init__(self, folder: str):
@@ -33,11 +33,11 @@ class GpuTurns:
         self.has_turn = False
 
     def take(self) -> None:
-        """Wait for the turn. Raises TeacherError after TURN_SECONDS."""
+        """Wait for the GPUs. Raises TeacherError after TURN_SECONDS."""
         deadline = time.monotonic() + TURN_SECONDS
         for gpu, turn, waiting in zip(self._gpus, self._turns, self._waiting, strict=True):
             fcntl.flock(waiting, fcntl.LOCK_SH)
-            while not _locked(turn):
+            while not _try_lock(turn):
                 if time.monotonic() > deadline:
                     raise TeacherError(f"another teacher kept GPU {gpu} for more than {TURN_SECONDS:.0f} s")
                 time.sleep(POLL_SECONDS)
@@ -46,18 +46,18 @@ class GpuTurns:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether another worker waits for this worker's turn to end."""
-        return self.has_turn and not all(map(_locked_for_a_moment, self._waiting))
+        """Return whether another worker waits for a GPU of this one."""
+        return self.has_turn and not all(map(_is_free, self._waiting))
 
     def release(self) -> None:
-        """End the turn."""
+        """Release the GPUs."""
         for turn in self._turns:
             fcntl.flock(turn, fcntl.LOCK_UN)
         self.has_turn = False
 
 
-def _locked(file: int) -> bool:
-    """Lock a file for this process alone, unless another one has it."""
+def _try_lock(file: int) -> bool:
+    """Lock a file exclusively; return False if another process has a lock on it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -65,9 +65,9 @@ def _locked(file: int) -> bool:
     return True
 
 
-def _locked_for_a_moment(file: int) -> bool:
+def _is_free(file: int) -> bool:
     """Return whether no other process has a lock on a file."""
-    if _locked(file):
+    if _try_lock(file):
         fcntl.flock(file, fcntl.LOCK_UN)
         return True
     return False
