@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 
@@ -64,28 +63,30 @@ class CachedTeacher:
 
     def __init__(self, store: ScoreStore, scored_by: ScoredBy, *, client: Teacher | None):
         self.store, self.scored_by, self.client = store, scored_by, client
-        self._hits = self._lookups = 0
+        self._counts = TeacherMetrics()
         self._is_full = False
         if client is not None:
             store.add_teacher(scored_by)
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         """Queue readings for scoring as `TeacherClient.submit` does; stored scores are available immediately."""
-        futures = [self._stored(reading) if reading.keep else None for reading in readings]
-        if self.client is None:
-            return [self._missing(reading) if future is None else future for reading, future in zip(
-                readings, futures, strict=True,
-            )]  # fmt: skip
-        missing = [place for place, future in enumerate(futures) if future is None]
-        for place, future in zip(missing, self.client.submit([readings[place] for place in missing]), strict=True):
-            futures[place] = future
-            if readings[place].keep:
-                future.add_done_callback(functools.partial(self._keep, readings[place]))
-        return [future for future in futures if future is not None]
+        stored = [self._stored(reading) if reading.keep else None for reading in readings]
+        missing = [reading for reading, future in zip(readings, stored, strict=True) if future is None]
+        new = iter([self._missing(reading) for reading in missing] if self.client is None else self._score(missing))
+        return [next(new) if future is None else future for future in stored]
 
-    def _stored(self, reading: Reading) -> Future[Any] | None:
+    def _score(self, readings: list[Reading]) -> list[Future[TopK]]:
+        """Send readings to the teacher; store the scores of those to keep when they arrive."""
+        assert self.client is not None
+        futures = self.client.submit(readings)
+        for reading, future in zip(readings, futures, strict=True):
+            if reading.keep:
+                future.add_done_callback(functools.partial(self._keep, reading))
+        return futures
+
+    def _stored(self, reading: Reading) -> Future[TopK] | None:
         """Return the stored scores of a reading; None if there are none. A damaged entry is logged and ignored."""
-        self._lookups += 1
+        self._counts.cache_lookups += 1
         try:
             found = self.store.get(self.scored_by, reading)
         except TeacherError as error:
@@ -93,7 +94,7 @@ class CachedTeacher:
             return None
         if found is None:
             return None
-        self._hits += 1
+        self._counts.cache_hits += 1
         return completed_future(found)
 
     def _missing(self, reading: Reading) -> Future[TopK]:
@@ -125,14 +126,13 @@ class CachedTeacher:
 
     def drain_metrics(self) -> TeacherMetrics:
         """Return counters since the last call, including cache hits."""
-        found = TeacherMetrics() if self.client is None else self.client.drain_metrics()
-        found.cache_hits, found.cache_lookups, self._hits, self._lookups = self._hits, self._lookups, 0, 0
-        return found
+        counts, self._counts = self._counts, TeacherMetrics()
+        return counts if self.client is None else self.client.drain_metrics() + counts
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Exclude requests in this context from the metrics."""
-        counted = self._hits, self._lookups
+        counts, self._counts = self._counts, TeacherMetrics()
         with contextlib.nullcontext() if self.client is None else self.client.uncounted():
             yield
-        self._hits, self._lookups = counted
+        self._counts = counts

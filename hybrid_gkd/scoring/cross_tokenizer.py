@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer: its tokens of the completions, and its scores as scores of the student's tokens.
+"""A teacher with another tokenizer: aligns its tokens with the student's, and converts its scores to the student's.
 
 Shapes: R trained tokens of a sample, N tokens of the teacher, K candidates of the teacher, C columns, E events of all
 rows.
@@ -22,13 +22,13 @@ from hybrid_gkd.scoring.token_spans import TokenSpans
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Pair, Reading, Sample, Task, TopK
 
-PLACE = b"\0"
-"""In the place of a special token in the text."""
+PLACEHOLDER = b"\0"
+"""Byte in a text in place of a special token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """A completion in the tokens of both."""
+    """A completion in the tokens of teacher and student."""
 
     teacher: Tokens
     """N tokens, to the end of the completion or to the teacher's limit."""
@@ -37,7 +37,7 @@ class Alignment:
     matched: np.ndarray
     """int64 [R], place of the teacher's token with the same bytes; -1: none."""
     covered: np.ndarray
-    """bool [R], whether the teacher's tokens reach the end of the token, which is no special token without role."""
+    """bool [R], whether the teacher's tokens reach the end of the token; False for special tokens without a role."""
 
 
 class Aligner:
@@ -55,7 +55,7 @@ class Aligner:
         """Special tokens of the student -> the teacher's."""
 
     def align(self, task: Task, sample: Sample) -> Alignment:
-        """Return the completion of a sample in the tokens of both."""
+        """Return the completion of a sample in the tokens of teacher and student."""
         if self.events.is_same:
             mask = sample.loss_mask[len(task.token_ids) :]
             trained, ids = np.flatnonzero(mask), sample.tokens[len(task.token_ids) :]
@@ -79,16 +79,16 @@ class Aligner:
                     complete = int(parts[-1].ends[-1]) == start + len(text) if len(parts[-1].ids) else not text
                 start += len(text)
             else:
-                ends = start + len(PLACE) * (special >= 0) * np.arange(1, len(numbers) + 1)
+                ends = start + len(PLACEHOLDER) * (special >= 0) * np.arange(1, len(numbers) + 1)
                 starts = np.concatenate([[start], ends[:-1]])
                 own.append(Tokens(ids=numbers, starts=starts, ends=ends))
                 if complete and special >= 0:
                     parts.append(Tokens(ids=np.full(len(numbers), special, np.int32), starts=starts, ends=ends))
                 start = int(ends[-1])
-        teacher, student = _joined(parts, room), _joined(own, len(ids))
+        teacher, student = _concatenated(parts, room), _concatenated(own, len(ids))
         trained = sample.loss_mask[len(task.token_ids) :]
         student = Tokens(ids=student.ids[trained], starts=student.starts[trained], ends=student.ends[trained])
-        return _compared(teacher, student)
+        return _matched(teacher, student)
 
     def _kind(self, number: int) -> int | None:
         """Return None for a token of text, the teacher's token for a special one, -1 for a special one without role."""
@@ -107,8 +107,8 @@ class Aligner:
         return Tokens(ids=np.array(ids, np.int32), starts=start + starts, ends=start + ends)
 
 
-def _joined(parts: list[Tokens], limit: int) -> Tokens:
-    """Return the first `limit` of all tokens."""
+def _concatenated(parts: list[Tokens], limit: int) -> Tokens:
+    """Concatenate tokens; return the first `limit`."""
     nothing = np.zeros(0, np.int64)
     ids = np.concatenate([nothing, *(each.ids for each in parts)])[:limit].astype(np.int32)
     starts, ends = (
@@ -117,8 +117,8 @@ def _joined(parts: list[Tokens], limit: int) -> Tokens:
     return Tokens(ids=ids, starts=starts, ends=ends)
 
 
-def _compared(teacher: Tokens, student: Tokens) -> Alignment:
-    """Return which tokens of the student are one token of the teacher."""
+def _matched(teacher: Tokens, student: Tokens) -> Alignment:
+    """Match the student's tokens with the teacher's by their ranges of bytes."""
     places = np.searchsorted(teacher.ends, student.ends)
     inside = np.minimum(places, max(0, len(teacher.ids) - 1))
     written = student.ends > student.starts
@@ -136,9 +136,9 @@ class CrossTokenizerScorer(TeacherScorer):
     """Scores samples with a teacher that has another tokenizer.
 
     Args:
-        client: as of `TeacherScorer`.
-        aligner: of the teacher and the student.
-        spans: score also tokens that are not one token of the teacher; else they are without effect.
+        client: see `TeacherScorer`.
+        aligner: aligns completions in the tokens of teacher and student.
+        spans: also score tokens that are not one token of the teacher; otherwise they have no effect on the loss.
     """
 
     def __init__(self, client: Teacher, aligner: Aligner, *, spans: bool):
@@ -198,10 +198,10 @@ def _converted(future: Future[TopK], convert: Callable[[TopK], TopK], thread: Ex
 
 
 def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | None, *, spans: TokenSpans | None) -> TopK:
-    """Return the teacher's scores of its tokens as scores of the student's, with events as candidates.
+    """Convert scores of the teacher's tokens to scores of the student's, with events as candidates.
 
-    All of the mass of a token that is not scored is in the tail, on both sides: it has no effect. `sampled_logprobs`
-    are NaN there.
+    A token that is not scored has all of its mass in the tail, for teacher and student, and thus no effect on the loss;
+    its `sampled_logprobs` is NaN.
 
     Args:
         scores: [N, K]; None: no token is scored.
@@ -228,13 +228,13 @@ def student_scores(events: TokenEvents, alignment: Alignment, scores: TopK | Non
 def _in_columns(
     events: TokenEvents, found: list[Events], tails: np.ndarray, outside: np.ndarray, sampled: np.ndarray
 ) -> TopK:
-    """Lay out events in C columns: that of its first member has the event's log-probability.
+    """Lay out events in C columns, one per member; the column of the first member has the event's log-probability.
 
-    Events that do not fit are in the tail. Further columns have other tokens, which are in the tail too.
+    Events that do not fit belong to the tail, and so do the tokens that fill the remaining columns.
 
     Args:
-        found: of different rows.
-        tails: float32 [R], log of the mass outside the candidates; NaN: all that is no event.
+        found: events of different rows.
+        tails: float32 [R], log of the mass outside the candidates; NaN: all mass outside the events.
         outside: [R], mass of candidates that are no event.
     """
     num_rows, inside = len(tails), np.zeros(len(tails))
@@ -262,7 +262,7 @@ def _in_columns(
 
 
 def _fill_gaps(ids: np.ndarray, num_ids: int) -> None:
-    """Replace each -1 by an id that its row does not have: the lowest ones."""
+    """Replace each -1 by the lowest id that its row does not have yet."""
     gaps = ids < 0
     num_gaps, low = gaps.sum(1), ~gaps & (ids < 2 * ids.shape[1])
     free = np.ones((len(ids), min(num_ids, (num_gaps + low.sum(1)).max(initial=0))), bool)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OwnTeacher:
-    """A teacher, as the trainer uses it, with the weights of `teacher.source` on the training workers.
+    """Teacher with the weights of `teacher.source` on the training workers; implements the protocol `Teacher`.
 
     `submit` scores synchronously, under the weights at the time of the call: call it while the workers are idle.
 
@@ -35,7 +35,7 @@ class OwnTeacher:
         self.group, self.clock, self.num_ids = group, clock, num_ids
         self.source, self.topk = config.actor_rollout_ref.teacher.source, config.distillation.topk
         self.batches = Batches(config, config.actor_rollout_ref.actor, group)
-        self._metrics, self._counts = TeacherMetrics(), True
+        self._metrics, self._is_counted = TeacherMetrics(), True
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         """Return the scores of the readings. Raises the errors of the worker group; BadTeacherReply: see
@@ -43,7 +43,7 @@ class OwnTeacher:
         if not readings:
             return []
         samples, started = [_as_sample(number, each) for number, each in enumerate(readings)], time.monotonic()
-        with self.clock.span("wait_prev_teacher") if self._counts else contextlib.nullcontext():
+        with self.clock.span("wait_prev_teacher") if self._is_counted else contextlib.nullcontext():
             found = self.group.compute_own_topk(self.batches.plan(samples))
         signals = [found[sample.id] for sample in samples]
         for reading, sample, scores in zip(readings, samples, signals, strict=True):
@@ -52,7 +52,7 @@ class OwnTeacher:
                 num_rows=sample.num_trained, topk=self.topk, vocab_size=self.num_ids, server=self.describe(),
                 request=reading.name,
             )
-        if self._counts:
+        if self._is_counted:
             self._metrics.requests.append((started, time.monotonic()))
             self._metrics.steps.append(current_step.get())
             self._metrics.tokens += sum(each.num_tokens for each in readings)
@@ -66,11 +66,11 @@ class OwnTeacher:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Exclude requests in this context from the metrics."""
-        self._counts = False
+        self._is_counted = False
         try:
             yield
         finally:
-            self._counts = True
+            self._is_counted = True
 
     def drain_metrics(self) -> TeacherMetrics:
         """Return counters since the last call."""

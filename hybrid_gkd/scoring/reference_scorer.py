@@ -24,11 +24,18 @@ LARGEST_K3, LOG_RATIO_LIMIT = 10.0, 20.0
 """Bounds of a token's k3 and of the log-ratio in it: k3 grows exponentially with the log-ratio."""
 LARGEST_ERROR = 0.2
 """Bound of the controller's relative error |KL / target - 1|."""
+
+
+def _k3(log_ratio: np.ndarray) -> np.ndarray:
+    bounded = log_ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (np.expm1(-bounded) + bounded).clip(max=LARGEST_K3)
+
+
 ESTIMATES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "k1": lambda log_ratio: log_ratio,
     "abs": np.abs,
     "k2": lambda log_ratio: log_ratio**2 / 2,
-    "k3": lambda log_ratio: _k3(log_ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clip(max=LARGEST_K3),
+    "k3": _k3,
 }
 """Estimators of KL(q || p) by algorithm.kl_penalty: log-ratios [R] -> estimates [R], nats."""
 
@@ -96,7 +103,3 @@ def _log_ratio(sample: Sample) -> np.ndarray:
     has_topk = "reference_topk" in sample.signals
     reference = sample.topk("reference_topk").sampled_logprobs if has_topk else sample.array("reference")
     return sample.array("old_logprobs").astype(np.float64) - reference
-
-
-def _k3(log_ratio: np.ndarray) -> np.ndarray:
-    return np.expm1(-log_ratio) + log_ratio

@@ -78,10 +78,6 @@ class RewardFunction:
     """Whether it runs in a separate process."""
 
     @property
-    def is_custom(self) -> bool:
-        return self.name == CUSTOM
-
-    @property
     def needs_all(self) -> bool:
         """Whether one call must get all completions of a rollout."""
         return self.at_once == math.inf

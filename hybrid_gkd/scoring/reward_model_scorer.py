@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from dataclasses import dataclass
@@ -61,10 +60,6 @@ class RewardModelScorer:
         section, actor = config.reward_model, config.actor_rollout_ref.actor
         self.max_tokens = section.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
         self.balance = config.trainer.balance_batch
-
-    def span(self) -> contextlib.AbstractContextManager[None]:
-        """Return the timing span of a training step's scores."""
-        return self.clock.span("reward_model")
 
     def scores(self, pairs: list[Pair]) -> list[Score]:
         """Score samples. Raises TrainingError: a score is not finite; DataError as `RewardTexts.tokens` does."""

@@ -86,8 +86,8 @@ class RewardScorer:
     ):  # fmt: skip
         self.functions, self.tokenizer, self.config, self.model = functions, tokenizer, config, model
         self.section, self._clock = config.reward, clock or Clock()
-        self._is_waited_for = config.actor_rollout_ref.hybrid_engine or not config.algorithm.filter_groups.enable
-        """Whether the trainer waits for rewards; otherwise a background thread scores what it has generated."""
+        self._is_timed = config.actor_rollout_ref.hybrid_engine or not config.algorithm.filter_groups.enable
+        """Whether the trainer waits for rewards; otherwise a background thread generates and scores."""
         known = {*functions, *([MODEL] if model is not None else [])}
         weights = config.reward_weights if weights is None else weights
         self._weights = {name: weight for name, weight in weights.items() if name in known}
@@ -124,10 +124,11 @@ class RewardScorer:
         entries = [self._entry(pair) for pair in pairs]
         for function in self.functions.values():
             self._submit(function, entries)
-        with self.model.span() if self.model is not None and in_training else contextlib.nullcontext():
-            self._run_model(pairs)
+        if self.model is not None:
+            with self.model.clock.span("reward_model") if in_training else contextlib.nullcontext():
+                self._run_model(self.model, pairs)
         if self.functions:
-            timed = in_training and self._is_waited_for
+            timed = in_training and self._is_timed
             with self._clock.span("reward") if timed else contextlib.nullcontext():
                 self._wait_for_functions(entries)
         return [self._sum(entry, self._weights) for entry in entries]
@@ -146,16 +147,15 @@ class RewardScorer:
         return found
 
     def _sum(self, entry: _Entry, names: Iterable[str], *, accuracy: bool = False) -> float:
-        """Return the weighted sum of scores; with `accuracy`, of the values `acc` that functions return besides."""
+        """Return the weighted sum of scores; with `accuracy`, of the values `acc` of functions that have one."""
         scores = [(self._weights[name], entry.scores[name]) for name in names]
         return sum(w * (score.metrics.get("acc", score.value) if accuracy else score.value) for w, score in scores)
 
-    def _run_model(self, pairs: list[Pair]) -> None:
+    def _run_model(self, model: RewardModelScorer, pairs: list[Pair]) -> None:
         """Run the reward model on completions that it has not scored yet."""
-        new = [pair for pair in pairs if self.model is not None and MODEL not in self._entry(pair).scores]
-        if new and self.model is not None:
-            for pair, score in zip(new, self.model.scores(new), strict=True):
-                self._entry(pair).scores[MODEL] = score
+        new = [pair for pair in pairs if MODEL not in self._entry(pair).scores]
+        for pair, score in zip(new, model.scores(new) if new else [], strict=True):
+            self._entry(pair).scores[MODEL] = score
 
     def _wait_for_functions(self, entries: list[_Entry]) -> None:
         """Wait for all functions and store their scores. Raises the errors of `scores`."""
@@ -193,7 +193,7 @@ class RewardScorer:
         return [score + self._penalty(pair) for score, pair in zip(found, pairs, strict=True)]
 
     def accuracies(self, pairs: list[Pair]) -> list[float]:
-        """Return the value `acc` that a function returns besides its score, by default the score; as verl's dapo does.
+        """Return the additional value `acc` of a function, by default the score, as verl's dapo does.
 
         Raises the errors of `scores`.
         """
@@ -235,7 +235,7 @@ class RewardScorer:
         return self._entries[key]
 
     def _submit(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Submit to the pool what has not been submitted yet."""
+        """Submit the calls that are new to the pool."""
         new = [entry for entry in entries if function.name not in entry.outcomes and function.name not in entry.scores]
         if not new or not function.can_hang:
             return
@@ -279,7 +279,7 @@ class RewardScorer:
             f"row {entry.row} of the data: the reward {function.label} {outcome.reason}; reference answer "
             f"{(entry.response.answer or '')[:80]!r}, completion {entry.response.text[:80]!r}"
         )
-        value = self.section.score_on_error if function.is_custom else lowest_score(function.name, entry.response)
+        value = self.section.score_on_error if function.name == CUSTOM else lowest_score(function.name, entry.response)
         if value is None:
             raise TrainingError(text)
         score = as_outcome(value)

@@ -75,13 +75,14 @@ def mean_scores(scores: Scored, weights: Mapping[str, float]) -> TopK:
 def mixture(scores: Sequence[TopK], weights: Sequence[float], given_ids: np.ndarray | None = None) -> TopK:
     """Return the weighted mean of teachers' probabilities on the K most likely of all their candidates.
 
-    A token that is not a candidate of a teacher has its share of that teacher's tail there, so that its probability is
-    too low by at most the weighted probability of that teacher's last candidate; candidates and tail have mass 1.
+    A teacher's mass outside its own candidates stays in the tail. The probability of a token that is not a candidate of
+    that teacher is therefore too low, by at most the weighted probability of its last candidate. Candidates and tail
+    have mass 1.
 
     Args:
         scores: [R, K] each.
-        weights: of the teachers, with sum 1.
-        given_ids: [R, G], candidates of every teacher, which are kept however unlikely they are.
+        weights: weight of each teacher; their sum is 1.
+        given_ids: [R, G], candidates of every teacher that are always kept.
     """
     num_rows, topk = scores[0].ids.shape
     ids = np.concatenate([each.ids for each in scores], 1)

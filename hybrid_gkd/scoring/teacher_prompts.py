@@ -33,7 +33,7 @@ KEY = "distillation.teacher_prompt_fn"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(Sample):
-    """A sample as the function gets it."""
+    """Argument of the function: a sample with its text."""
 
     text: str
     """The completion without special tokens."""
@@ -104,20 +104,17 @@ class CompletionPrompts(TaskPrompts):
         """Return the prompts of whole groups.
 
         Raises TrainingError or DataError that names the function and the row: the function raised, took longer than
-        `reward.timeout`, or returned what is no prompt or too long.
+        `reward.timeout`, or its result is no prompt or too long.
         """
         if not pairs:
             return [], []
         samples = [sample for _, sample in pairs] if self._rewards is None else scored(self._rewards, pairs)
-        groups: defaultdict[tuple[int, int], list[Completion]] = defaultdict(list)
+        completions, groups = dict[SampleId, Completion](), defaultdict[tuple[int, int], list[Completion]](list)
         for sample in sorted(samples, key=lambda sample: sample.id):
             values = {each.name: getattr(sample, each.name) for each in dataclasses.fields(Sample)}
-            groups[sample.id.group].append(Completion(**values, text=decode(self._tokenizer, sample)))
-        calls = [
-            (task, next(each for each in groups[sample.id.group] if each.id == sample.id),
-             tuple(groups[sample.id.group]))
-            for task, sample in pairs
-        ]  # fmt: skip
+            completions[sample.id] = Completion(**values, text=decode(self._tokenizer, sample))
+            groups[sample.id.group].append(completions[sample.id])
+        calls = [(task, completions[sample.id], tuple(groups[sample.id.group])) for task, sample in pairs]
         found, unscored = list[Pair](), list[SampleId]()
         for (task, sample), prompt in zip(pairs, self._ask(calls), strict=True):
             if prompt is None:
@@ -131,7 +128,7 @@ class CompletionPrompts(TaskPrompts):
         return f"{KEY}={self._config.distillation.teacher_prompt_fn}, {sample.id} of the data"
 
     def _ask(self, calls: list[tuple[Task, Completion, tuple[Completion, ...]]]) -> list[Any]:
-        """Return what the function returns. Raises TrainingError: it raised, or took too long."""
+        """Call the function; return its results. Raises TrainingError: it raised, or took too long."""
         limit = Timeout(self._config.reward.timeout, "reward.timeout")
         seconds = None if limit.seconds == math.inf else limit.seconds
         futures, found = [Future[Any]() for _ in calls], list[Any]()
@@ -174,7 +171,7 @@ def load_prompt_function(import_path: str) -> PromptFunction:
 
 
 def _answer(function: PromptFunction, calls: list[Any], futures: list[Future[Any]]) -> None:
-    """Call the function until it raises; whatever a user's code raises belongs to the waiting thread."""
+    """Call the function, until it raises; the waiting thread handles whatever a user's code raises."""
     for call, future in zip(calls, futures, strict=True):
         try:
             future.set_result(function(*call))

@@ -44,7 +44,7 @@ def completion_view(task: Task, sample: Sample) -> Reading:
 
 
 class Teacher(Protocol):
-    """Interface of a teacher: implemented by `TeacherClient` and `CachedTeacher`."""
+    """Interface of a teacher: implemented by `TeacherClient`, `CachedTeacher`, `TeacherInTurn` and `OwnTeacher`."""
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         """Queue readings for scoring; return one future per reading, in order."""

@@ -1,4 +1,4 @@
-"""Teachers that take turns on a GPU: the readings of one are sent when those of the one before are scored."""
+"""Teachers that share a GPU in turn: the readings of one are sent when those of the previous one are scored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_gkd.types import Reading, TopK
 
 
 class Turns:
-    """The turns of several teachers, in the order of their calls; a thread waits for the end of each.
+    """Order of the teachers that share a GPU: that of their calls. A thread waits for the scores of each.
 
     Args:
         seconds: the longest timeout of a request.
@@ -24,14 +24,14 @@ class Turns:
         self._timeout = seconds + GRACE_SECONDS  # by which clients complete every request
         self._active: Teacher | None = None
         self._open: list[Future[TopK]] = []
-        """Futures of the active teacher that were not done when it was called last."""
+        """Futures of the active teacher that were not done at its last call."""
 
     def close(self) -> None:
         """End the thread; readings that were not sent are dropped."""
         self.thread.shutdown(wait=False, cancel_futures=True)
 
     def send(self, teacher: Teacher, readings: list[Reading], found: list[Future[TopK]]) -> None:
-        """Wait for the turn of a teacher, and send readings, whose scores `found` gets. Called in the thread."""
+        """Wait for the previous teacher, then send readings; `found` gets their scores. Runs in the thread."""
         try:
             if teacher is not self._active:
                 if wait(self._open, self._timeout).not_done:
@@ -45,11 +45,11 @@ class Turns:
             return
         self._open = [each for each in self._open if not each.done()] + futures
         for own, future in zip(found, futures, strict=True):
-            future.add_done_callback(lambda done, own=own: settle(own, done.result))
+            _forward(future, own)
 
 
 class TeacherInTurn:
-    """A teacher, as scorers use it, that takes turns with others."""
+    """Teacher that shares a GPU with others in turn; implements the protocol `Teacher`."""
 
     def __init__(self, teacher: Teacher, turns: Turns):
         self.teacher, self.turns = teacher, turns
@@ -62,3 +62,8 @@ class TeacherInTurn:
             call = functools.partial(self.turns.send, self.teacher, readings, found)
             self.turns.thread.submit(contextvars.copy_context().run, call)  # requests have the caller's step
         return found
+
+
+def _forward(source: Future[TopK], target: Future[TopK]) -> None:
+    """Give a future the result or the error of another one."""
+    source.add_done_callback(lambda done: settle(target, done.result))

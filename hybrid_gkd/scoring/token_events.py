@@ -1,9 +1,9 @@
-"""Common outcomes of two vocabularies: events, which are sets of tokens, and the teacher's probabilities of them.
+"""Events: sets of tokens of two vocabularies whose probabilities can be compared.
 
-A token of the teacher and one of the student are in one event if they spell the same bytes, or if either begins with
-the other where its tokenizer splits the longer one. So the tokens of an event share the bytes of its shortest one, and
-the probability of an event is known on both sides. Events partition both vocabularies: what a side has outside of the
-chosen events is the tail.
+A token of the teacher and one of the student are in one event if they spell the same bytes, or if one begins with the
+other and the tokenizer of the shorter one splits the longer one there. All tokens of an event begin with the bytes of
+its shortest one, so teacher and student both have a probability of the event. Events partition both vocabularies; the
+mass outside the chosen events is the tail.
 
 Shapes: N tokens of the teacher, R rows, each the prediction of a token of the student, K candidates of the teacher,
 C columns.
@@ -21,7 +21,7 @@ import numpy as np
 from hybrid_gkd.models.spelling import Spelling
 
 LARGEST_EVENT = 0.25
-"""Fraction of the columns that one event may have; of more tokens the first ones, in BPE the most frequent ones."""
+"""Largest fraction of the columns for one event. A larger event keeps its first tokens, in BPE the most frequent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class TokenEvents:
         self.teacher, self.student, self.roles = teacher, student, roles
         self.num_ids, self.num_columns, self.is_same = num_ids, num_columns, teacher is student
         self.largest = max(1, int(LARGEST_EVENT * num_columns))
-        """Most tokens of the student in an event."""
+        """Largest number of student tokens in an event."""
         self.longer: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        """First tokens of the teacher in a token of the student that it splits -> such tokens."""
+        """First teacher tokens of a student token that the teacher splits into more -> such student tokens."""
         if self.is_same:
             self.event = self.members = np.arange(num_ids, dtype=np.int32)
             self.offsets = np.arange(num_ids + 1)

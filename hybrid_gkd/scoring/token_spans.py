@@ -1,8 +1,8 @@
-"""Events of the student's tokens that need not be one token of the teacher, of a whole sample at once.
+"""Events of student tokens that are not one token of the teacher, for a whole sample at once.
 
-The teacher's candidates after each of its tokens that such a token covers are outcomes, given the bytes before it:
-those of the first one that begin with them, and those after the others, which this text continues. Outcomes that share
-a token of the student are one event.
+One or more tokens of the teacher cover the bytes of such a token. Each candidate of the teacher at one of them is an
+outcome, with the probability of the text up to it. At the first one, which may begin earlier than the student's token,
+only candidates that begin with these earlier bytes count. Outcomes that share a token of the student are one event.
 
 Shapes: S tokens of the student, each a row; P pairs of a row and a token of the teacher that it covers; K candidates of
 the teacher; O outcomes, by row.
@@ -25,9 +25,9 @@ from hybrid_gkd.scoring.token_events import Events, TokenEvents, Tokens, ranges
 from hybrid_gkd.types import TopK
 
 LEAVES, LEAST = 16, 1e-3
-"""Candidates per token of the teacher, and their least probability; further ones are in the tail."""
+"""Largest number of candidates per token of the teacher, and their smallest probability; others are in the tail."""
 CACHED = 1 << 18
-"""Outcomes and prefixes to keep."""
+"""Size of the caches of outcomes and of prefixes."""
 
 Context = tuple[bytes, bytes, tuple[int, ...] | None]
 """Bytes and tokens before a token of the teacher in a row: the row's bytes before it, its own bytes before the row, and
@@ -79,15 +79,15 @@ class TokenSpans:
         self._contexts, self._outcomes = dict[Context, int](), dict[int, int]()
         """Numbers of contexts, and of outcomes by context and candidate."""
         self._members, self._nodes = _Rows(), _Rows()
-        """Tokens of the student of each outcome, ascending, and what connects it with others (`_new_outcomes`)."""
+        """Student tokens of each outcome, ascending, and nodes that connect it with others (see `_new_outcomes`)."""
 
     def find(self, tokens: Tokens, scores: TopK, own: Tokens) -> tuple[Events, np.ndarray]:
         """Return the events of the rows, and the log-probability of each row's own token, float64 [S].
 
         Args:
-            tokens: of the teacher.
-            scores: [N, K], of these.
-            own: S > 0 tokens of the student, whose ends the teacher's tokens reach.
+            tokens: N tokens of the teacher.
+            scores: [N, K], scores of these tokens.
+            own: S > 0 tokens of the student; the teacher's tokens reach the end of each.
         """
         candidates = _Candidates.of(tokens, scores)
         first, last = np.searchsorted(tokens.ends, own.starts, side="right"), np.searchsorted(tokens.ends, own.ends)
@@ -110,7 +110,8 @@ class TokenSpans:
         contexts = self._contexts_of(tokens, first, last, own.starts, read)
         outcomes = self._outcomes_of(contexts, pairs, candidates.ids[at])
         masses = np.exp(logprobs[pairs] + candidates.logprobs[at])
-        return self._joined(np.repeat(np.arange(len(ends)), counts)[pairs], masses, outcomes, own.ids), own_logprobs
+        rows = np.repeat(np.arange(len(ends)), counts)[pairs]
+        return self._join_outcomes(rows, masses, outcomes, own.ids), own_logprobs
 
     def _prefixes(self, tokens: Tokens, places: np.ndarray, ends: np.ndarray) -> list[bytes]:
         """Return the bytes of tokens up to a place in the text."""
@@ -183,7 +184,7 @@ class TokenSpans:
             yield [each for each in members if each < self.events.num_ids], nodes
 
     def _meaning(self, context: Context, number: int) -> tuple[bytes, tuple[int, ...]]:
-        """Return the bytes that a candidate means, from the row on, and the key of longer tokens with these."""
+        """Return the bytes of a candidate from the row's start on, and the key of longer tokens that begin so."""
         (text, read, path), piece = context, self._spelled[number]
         if not piece:  # a special token
             return b"" if read else text, ()
@@ -192,14 +193,14 @@ class TokenSpans:
         piece = text + piece[len(read) :]
         return piece, (self.events.teacher.by_bytes.get(piece, -1),) if path is None else (*path, number)
 
-    def _joined(self, rows: np.ndarray, masses: np.ndarray, outcomes: np.ndarray, own: np.ndarray) -> Events:
+    def _join_outcomes(self, rows: np.ndarray, masses: np.ndarray, outcomes: np.ndarray, own: np.ndarray) -> Events:
         """Join outcomes of a row that share a token of the student, and return those that can have columns.
 
         Args:
-            rows: of the outcomes, [O], ascending.
-            masses: their probabilities, [O].
-            outcomes: their numbers, [O].
-            own: [S], the token of each row, which an event has if it has too many.
+            rows: row of each outcome, [O], ascending.
+            masses: probability of each outcome, [O].
+            outcomes: number of each outcome, [O].
+            own: [S], the token of each row, which an event keeps if it has too many members.
         """
         largest, count = self.events.largest, len(rows)
         event = _components(rows, *self._nodes.take(outcomes))
@@ -228,12 +229,12 @@ class TokenSpans:
 
 
 def _components(rows: np.ndarray, sizes: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """Return the first outcome that is connected with each one, [O].
+    """Return the index of the first connected outcome for each outcome, [O].
 
     Args:
-        rows: of the outcomes, [O].
-        sizes: their numbers of nodes, [O].
-        nodes: all of these; odd ones need an outcome of the row with the even one.
+        rows: row of each outcome, [O].
+        sizes: number of nodes of each outcome, [O].
+        nodes: nodes of all outcomes; an odd one connects only if an outcome of the row has the even one before it.
     """
     found, of = np.arange(len(rows)), np.repeat(np.arange(len(rows)), sizes)
     keys = rows[of] << 40 | nodes >> 1
@@ -258,7 +259,7 @@ def _components(rows: np.ndarray, sizes: np.ndarray, nodes: np.ndarray) -> np.nd
 
 
 class _Rows:
-    """Rows of integers, to which others are added."""
+    """Growing table of rows of integers of different lengths."""
 
     def __init__(self) -> None:
         self._ends, self._values = array("q", [0]), array("q")
@@ -268,12 +269,12 @@ class _Rows:
         self._ends.append(len(self._values))
 
     def sizes(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the number of integers in rows."""
+        """Return the number of integers of each row."""
         ends = np.frombuffer(self._ends, np.int64)
         return ends[numbers + 1] - ends[numbers]
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of integers in rows, and all of these."""
+        """Return the number of integers of each row, and the integers of all rows."""
         sizes = self.sizes(numbers)
         if not sizes.any():
             return sizes, np.zeros(0, np.int64)
