@@ -7,10 +7,10 @@ import math
 import re
 from typing import Any
 
-from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
+from hybrid_gkd.config.actor_rollout_ref import ActorConfig, CriticConfig, TeacherConfig
 from hybrid_gkd.config.learning import ADV_ESTIMATORS, CUSTOM, MODEL, REWARD_FUNCTIONS, rejection_bounds
 from hybrid_gkd.config.loss_rules import ARR, Rules, distillation_loss, given_answers
-from hybrid_gkd.config.schema import Config
+from hybrid_gkd.config.schema import Config, prompts_per_update
 from hybrid_gkd.config.teachers import NAMED, UNNAMED, has_several_teachers, run_teachers
 
 LENGTHS = "data.max_prompt_length + data.max_response_length"
@@ -35,9 +35,9 @@ def field_rules(section: Any, prefix: str = "") -> Rules:
 def rules_between_fields(config: Config) -> Rules:
     """Yield the rules between fields, in the order in which they are reported."""
     arr, longest = config.actor_rollout_ref, config.max_sequence_length
-    fsdp_size, val_only = arr.actor.fsdp_config.fsdp_size, config.trainer.val_only
+    val_only = config.trainer.val_only
     yield from _data(config)
-    yield from _batches(config)
+    yield from _updates(config, f"{ARR}.actor", arr.actor, config.max_packed_length)
     yield from given_answers(config)
     yield (
         f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
@@ -50,11 +50,6 @@ def rules_between_fields(config: Config) -> Rules:
     )
     yield from _best_metric(config)
     yield from _pools(config)
-    yield (
-        f"{ARR}.actor.fsdp_config.fsdp_size",
-        fsdp_size == -1 or (fsdp_size > 0 and config.world_size % fsdp_size == 0),
-        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
-    )
     yield (
         f"{ARR}.rollout.tensor_model_parallel_size",
         arr.rollout.name != "hf" or arr.rollout.tensor_model_parallel_size == 1, "must be 1 with rollout.name=hf",
@@ -144,23 +139,28 @@ def _filter_groups(config: Config) -> Rules:
     )
 
 
-def _batches(config: Config) -> Rules:
-    actor, data, longest = config.actor_rollout_ref.actor, config.data, config.max_packed_length
+def _updates(config: Config, key: str, section: ActorConfig | CriticConfig, longest: int) -> Rules:
+    """Yield the rules of the batches and shards of actor or critic; `longest`: tokens of its longest sequence."""
+    data, size, workers = config.data, section.fsdp_config.fsdp_size, config.world_size
     prompt = longest - data.max_response_length
     yield (
-        f"{ARR}.actor.ppo_max_token_len_per_gpu",
-        actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
+        f"{key}.ppo_max_token_len_per_gpu",
+        (section.ppo_max_token_len_per_gpu or 0) >= longest or not section.use_dynamic_bsz,
         f"must be at least {LENGTHS} ({prompt} + {data.max_response_length} = {longest})"
-        + (", with data.max_teacher_prompt_length if that is larger" if config.teaches_itself else ""),
+        + (", with data.max_teacher_prompt_length if that is larger" if longest > config.max_sequence_length else ""),
     )
     yield (
-        f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
-        actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
-        "must be set if use_dynamic_bsz is false",
+        f"{key}.ppo_micro_batch_size_per_gpu",
+        section.use_dynamic_bsz or section.ppo_micro_batch_size_per_gpu is not None,
+        f"must be set if {key}.use_dynamic_bsz is false",
     )
     yield (
-        f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
+        f"{key}.ppo_mini_batch_size", prompts_per_update(data.train_batch_size, section) <= data.train_batch_size,
         f"must be at most data.train_batch_size ({data.train_batch_size})",
+    )
+    yield (
+        f"{key}.fsdp_config.fsdp_size", size == -1 or (size > 0 and workers % size == 0),
+        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {workers})",
     )
 
 
@@ -200,26 +200,7 @@ def _critic(config: Config) -> Rules:
     yield key, not warmup or alone, (
         "must be 0 with distillation.enabled=true, unless distillation.as_reward=true"
     )
-    section, longest = config.resolved_critic, config.max_sequence_length
-    size, data = section.fsdp_config.fsdp_size, config.data
-    yield (
-        "critic.ppo_max_token_len_per_gpu",
-        not section.use_dynamic_bsz or (section.ppo_max_token_len_per_gpu or 0) >= longest,
-        f"must be at least {LENGTHS} ({longest})",
-    )
-    yield (
-        "critic.ppo_micro_batch_size_per_gpu",
-        section.use_dynamic_bsz or section.ppo_micro_batch_size_per_gpu is not None,
-        "must be set if critic.use_dynamic_bsz is false",
-    )
-    yield (
-        "critic.ppo_mini_batch_size", (section.ppo_mini_batch_size or 0) <= data.train_batch_size,
-        f"must be at most data.train_batch_size ({data.train_batch_size})",
-    )
-    yield (
-        "critic.fsdp_config.fsdp_size", size == -1 or (size > 0 and config.world_size % size == 0),
-        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
-    )
+    yield from _updates(config, "critic", config.resolved_critic, config.max_sequence_length)
 
 
 def _best_metric(config: Config) -> Rules:

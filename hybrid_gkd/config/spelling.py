@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,20 +28,29 @@ REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 """A value that is the one of another key."""
 
 
-def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
+@functools.cache
+def key_types() -> dict[str, Any]:
+    """Return the type of every key of `Config`; a named teacher's keys have `*` for its name."""
+    return dict(_key_types(Config))
+
+
+def _key_types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, kind in typing.get_type_hints(section).items():
+        key = f"{prefix}{name}"
+        if dataclasses.is_dataclass(kind):
+            yield from _key_types(kind, f"{key}.")
+            continue
+        yield key, kind
+        if key == NAMED:
+            yield from _key_types(NamedTeacherConfig, f"{key}.*.")
+
+
+def own_keys() -> Iterator[str]:
     """Yield every key of `Config`; those of dictionaries are followed by the key with `.*`."""
-    section = Config() if section is None else section
-    for entry in dataclasses.fields(section):
-        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
-        if dataclasses.is_dataclass(value):
-            yield from own_keys(value, f"{key}.")
-        elif key == NAMED:
-            yield key
-            yield from own_keys(NamedTeacherConfig(), f"{key}.*.")
-        else:
-            yield key
-            if isinstance(value, dict):
-                yield f"{key}.*"
+    for key, kind in key_types().items():
+        yield key
+        if typing.get_origin(kind) is dict and key != NAMED:
+            yield f"{key}.*"
 
 
 @functools.cache

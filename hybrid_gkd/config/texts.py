@@ -5,18 +5,13 @@ YAML would convert these to numbers, booleans and others. Does not import torch.
 
 from __future__ import annotations
 
-import dataclasses
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # of OmegaConf, which reads with it
 
 from hybrid_gkd.compat.verl.key_tables import Read
-from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig
-from hybrid_gkd.config.schema import Config
-from hybrid_gkd.config.spelling import any_name, find, moved
-from hybrid_gkd.config.teachers import NAMED
+from hybrid_gkd.config.spelling import any_name, find, key_types, moved
 
 
 class TextLoader(yaml.SafeLoader):
@@ -28,19 +23,8 @@ class TextLoader(yaml.SafeLoader):
     }
 
 
-def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key of a configuration with its type."""
-    for name, kind in typing.get_type_hints(section).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _types(kind, f"{prefix}{name}.")
-        elif f"{prefix}{name}" == NAMED:
-            yield from _types(NamedTeacherConfig, f"{NAMED}.*.")
-        else:
-            yield f"{prefix}{name}", kind
-
-
-TEXTS = {key for key, kind in _types(Config) if kind in (str, str | None)}
-LISTS = {key for key, kind in _types(Config) if kind == list[str]} | {
+TEXTS = {key for key, kind in key_types().items() if kind in (str, str | None)}
+LISTS = {key for key, kind in key_types().items() if kind == list[str]} | {
     "data.train_files", "data.val_files", "actor_rollout_ref.model.target_modules",
     "actor_rollout_ref.model.exclude_modules",
 }  # fmt: skip
