@@ -1,23 +1,23 @@
-"""The fused language-model head: log-probabilities of a few given ids, with the logits of a chunk of rows at a time.
+"""The fused language-model head: log-probabilities of a few given ids, from the logits of a chunk of rows at a time.
 
-Every loss of this package depends on the logits z only through log q_j = z_j - lse(z) of a few ids.
-With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logit space:
+Every loss of this package depends on the logits z only through log q_j = z_j - lse(z) of a few ids. With a = dL/dlog q
+on those ids, the chain rule gives the whole gradient in logit space:
 
     dL/dz = scatter_add(a) + c * softmax(z),   c = -sum(a)            (each row sums to 0)
 
 so one head serves every divergence and the policy gradient (K = 1). The mass outside of the ids can be one more
-outcome; its gradient makes c another one outside of them. The entropy H = -sum(q log q), which no few ids hold, adds
--h q (log q + H) with h = dL/dH, row by row, in the same pass. Gradients are computed in the forward pass, where a
-chunk's logits become dL/dz in place; three matrix products are nearly all that it costs. The products and the logits
-have the inputs' dtype, everything else is float32, the sum of the weight gradient over the chunks included. Where
-logits are rounded, those of the ids are too: sharper ones over a log-sum-exp of rounded ones would let their mass
-exceed 1.
-Left out: bias, logit soft-capping, sharded weights.
+outcome; its gradient changes c outside of the ids. The entropy H = -sum(q log q), which needs all ids, adds -h q (log q
++ H) with h = dL/dH, row by row, in the same pass. Gradients are computed in the forward pass, in which dL/dz overwrites
+a chunk's logits; nearly all of the time is three matrix products. The products and the logits have the inputs' dtype;
+everything else is float32, including the sum of the weight gradient over the chunks. Logits of the given ids are
+rounded like all others: with exact ones over a log-sum-exp of rounded ones their mass could exceed 1.
 
-A matrix often has more rows than the tokenizer has tokens. The products have them all, whose sizes suit the hardware;
-what the kernels see of the logits are the columns of tokens, and dL/dz is 0 in the others.
+Not supported: bias, logit soft-capping, sharded weights.
 
-Shapes: T rows (packed response tokens), D hidden size, V rows of the matrix, N of them tokens, K ids per row.
+A matrix often has more rows than the tokenizer has tokens. The products include them, since their sizes suit the
+hardware. The kernels get the logits of tokens only, and dL/dz is 0 in the other columns.
+
+Shapes: T rows (packed trained tokens), D hidden size, V rows of the matrix, N of them tokens, K ids per row.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from torch.autograd.function import once_differentiable
 from hybrid_gkd.losses import head_torch
 
 CHUNK_BYTES = 2**31
-"""Most memory of a chunk's logits beyond that of the weight's gradient, which is made when they are gone: 8,600 rows of
-a vocabulary of 152k in bfloat16 at a hidden size of 1,536. A single chunk needs no float32 sum of that gradient, which
-costs every further chunk a pass over it, and may take its place: 10,100 rows."""
+"""Maximum memory of a chunk's logits beyond that of the weight's gradient, which is allocated after they are freed:
+8,600 rows of a vocabulary of 152k in bfloat16 at a hidden size of 1,536. A single chunk needs no float32 sum of that
+gradient, which each further chunk would read and write, and may use its memory: 10,100 rows."""
 STATISTICS_BYTES = 2**29
-"""Memory of a chunk's logits in `row_statistics`, which adds up nothing over its chunks: 1,700 such rows."""
+"""Memory of a chunk's logits in `row_statistics`, which has no sum over the chunks: 1,700 such rows."""
 OVERLAP_ROWS = 32
-"""At most so many rows, evenly spaced, are searched for the student's own top k."""
+"""Maximum number of rows, evenly spaced, in which the student's own top k are searched."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], metrics {name: [r]})."""
+"""(log-probabilities [r, K], slice of their rows) -> (loss [r], metrics {name: [r]})."""
 
 
 class RowStatistics(NamedTuple):
@@ -60,26 +60,26 @@ def head_loss(
     overlap_mask: Tensor | None = None, tail_topk: int = 0, entropy_weights: Tensor | None = None,
     num_ids: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight[:N].T / temperature), summed.
+    """Sum a row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight[:N].T / temperature).
 
     Args:
-        hidden: [T, D], last hidden states; T = 0 gives zero loss and gradients, still part of the graph.
+        hidden: [T, D], last hidden states; with T = 0 loss and gradients are zero and part of the graph.
         weight: [V, D], the head's matrix, of the dtype of `hidden`.
         ids: int64 [T, K], each in [0, N); an id may repeat within a row.
         loss_fn: called for every chunk. Its log-probabilities are in nats, normalised over all N, float32 (float64 for
-            float64 inputs) and receive a gradient. Row i of its loss may depend on row i alone.
-        chunk_rows: rows whose logits are alive at a time; None takes equal chunks, see CHUNK_BYTES.
+            float64 inputs) and receive a gradient. Row i of its loss may depend on row i only.
+        chunk_rows: rows whose logits are in memory at a time; None takes equal chunks, see CHUNK_BYTES.
         with_entropy: also report "entropy", in nats.
-        overlap_topk: k > 0: the first k columns of `ids` are the teacher's top k. Reports "overlap_ratio", the share
-            of them that is in the student's own top k, over a sample of "overlap_rows" rows.
-        overlap_mask: bool [T], the rows that "overlap_ratio" and "overlap_rows" are of; None: all.
+        overlap_topk: k > 0: the first k columns of `ids` are the teacher's top k. Reports "overlap_ratio", the fraction
+            of them in the student's own top k, over a sample of "overlap_rows" rows.
+        overlap_mask: bool [T], rows counted in "overlap_ratio" and "overlap_rows"; None: all.
         tail_topk: k > 0: the first k columns of `ids` differ within a row. Inserts the log of the mass outside of them,
-            exact however small it is, after column k - 1; -1e30 or so where there is nothing outside.
+            exact however small it is, after column k - 1; about -1e30 if there are no ids outside.
         entropy_weights: [T]: adds sum(entropy_weights * entropy) to the loss; they receive no gradient.
         num_ids: N, the first rows of the matrix, which are tokens; None: V.
 
     Returns the loss, a scalar with gradients for `hidden` and `weight`, and the metrics, summed over rows, without
-    gradient. Raises ValueError where shapes or dtypes do not fit, or `temperature` or `chunk_rows` is not positive.
+    gradient. Raises ValueError: shapes or dtypes do not match, or `temperature` or `chunk_rows` is not positive.
     """
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     if chunk_rows is None:
@@ -95,11 +95,11 @@ def head_loss(
     stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         kernels, buffer = _kernels(hidden), _logits_buffer(hidden, weight, chunk_rows)
-        # If all rows are one chunk: the backward makes the weight's gradient, which then needs no float32 copy.
+        # With a single chunk, the backward pass computes the weight's gradient, which then needs no float32 copy.
         whole_dz = buffer if needs_grad[1] and len(hidden) <= chunk_rows else None
         for start in range(0, len(hidden), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            dz = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])  # as it will be: logits at first
+            dz = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])  # logits, overwritten by dL/dlogits
             logits = dz[:, :num_ids]
             of_entropy = None if entropy_weights is None else entropy_weights[rows].to(total.dtype)
             wanted = with_entropy or of_entropy is not None
@@ -135,7 +135,7 @@ def logprobs_of_ids(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None,
     num_ids: int | None = None,
 ) -> Tensor:
-    """The log-probabilities of `ids` themselves, [T, K], without gradient; arguments and errors of `head_loss`."""
+    """Return the log-probabilities of `ids`, [T, K], without gradient; arguments and errors as in `head_loss`."""
     result = hidden.new_empty(ids.shape, dtype=head_torch.compute_dtype(hidden))
 
     def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -172,7 +172,7 @@ def row_statistics(
 
 
 class _AttachGradients(torch.autograd.Function):
-    """Makes gradients that are known already, or dL/dlogits of all rows, those of a scalar."""
+    """Gives a scalar gradients that are computed already, or that follow from dL/dlogits of all rows."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ class _AttachGradients(torch.autograd.Function):
             grad_hidden = grad_hidden * upstream
         if grad_weight is not None:
             grad_weight = _kernels(grad_weight).scaled(grad_weight, upstream, ctx.weight_dtype)
-        if dz is not None:  # the factor on the smaller matrix: the product comes out as it is to be
+        if dz is not None:  # scale the smaller matrix
             with torch.autocast(dz.device.type, enabled=False):
                 grad_weight = dz.T @ (hidden * upstream)
         return None, grad_hidden, grad_weight, None, None, None
@@ -200,7 +200,7 @@ class _AttachGradients(torch.autograd.Function):
 def _differentiate(
     loss_fn: LossFunction, logprobs: Tensor, rows: slice, needs_grad: bool
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """-> loss [r], its gradient for the log-probabilities [r, K] or None, the metrics of `loss_fn`."""
+    """Return the loss [r], its gradient for the log-probabilities [r, K] or None, and the metrics of `loss_fn`."""
     with torch.set_grad_enabled(needs_grad):
         loss, parts = loss_fn(logprobs.requires_grad_(needs_grad), rows)
         for what, value in {"the loss": loss, **parts}.items():
@@ -211,7 +211,7 @@ def _differentiate(
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """The module whose row_statistics, logit_gradient_ and scaled to use: Triton's on a GPU, else torch's."""
+    """Return the module with row_statistics, logit_gradient_ and scaled: Triton's on a GPU, else torch's."""
     if tensor.is_cuda and tensor.dtype != torch.float64:
         from hybrid_gkd.losses import head_triton
 
@@ -220,18 +220,17 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing."""
+    """Return a buffer [chunk, V] whose rows start at multiples of 128 bytes, for a vocabulary of any size."""
     vocabulary = weight.shape[0]
     buffer = hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)
-    buffer[:, vocabulary:] = 0  # finite, as the CPU's bfloat16 products read the padding and multiply it by 0
+    buffer[:, vocabulary:] = 0  # finite, since the CPU's bfloat16 products multiply the padding by 0
     return buffer[:, :vocabulary]
 
 
 def _overlap(sample: list[Tensor], teacher_ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """The share of `teacher_ids` [n, k] that is in the top k of the logits [n, N], summed over rows, those of the mask
-    [n] if there is one; their number.
+    """Return the fraction of `teacher_ids` [n, k] in the top k of the logits [n, N], summed over rows; their number.
 
-    An id whose logit equals the k-th largest counts as inside, however many there are.
+    `mask` [n]: rows that count; None: all. All ids whose logit equals the k-th largest count as inside.
     """
     if not sample:
         return {}
@@ -245,11 +244,11 @@ def _overlap(sample: list[Tensor], teacher_ids: Tensor, mask: Tensor | None) -> 
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right, in float32 (float64 for float64); overwrites `total`."""
+    """Return total + left @ right in float32 (float64 for float64); overwrites `total`."""
     dtype = head_torch.compute_dtype(left)
     if left.dtype == dtype:
         return left @ right if total is None else total.addmm_(left, right)
-    if left.is_cuda:  # the sum within the product is float32 as well
+    if left.is_cuda:  # sums within the product are float32 too
         if total is None:
             return torch.mm(left, right, out_dtype=dtype)
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
@@ -258,7 +257,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _even_chunk_rows(hidden: Tensor, weight: Tensor, needs_weight_gradient: bool) -> int:
-    """Rows per chunk, so that all chunks are about equal and none takes more than it may."""
+    """Return the rows per chunk: about equal chunks within the memory limit."""
     num_rows, row_bytes = len(hidden), weight.shape[0] * weight.element_size()
     if needs_weight_gradient and 0 < num_rows <= (CHUNK_BYTES + 4 * weight.numel()) // row_bytes:
         return num_rows

@@ -1,4 +1,4 @@
-"""The kernels of the head in plain torch; head_triton.py has those for GPUs.
+"""The kernels of the head in plain torch; those for GPUs are in head_triton.py.
 
 Shapes: r rows of a chunk of logits, N columns that are tokens, K ids per row.
 """
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 MASKED_LOGIT = -1e30
-"""A logit of no mass; finite, so that sums over nothing but such stay free of NaN."""
+"""Logit of an id without mass; finite, so that a log-sum-exp over such ids only is not NaN."""
 TAIL_LIMIT = 80.0
-"""A tail below exp(-80), which float32 hardly knows from 0, is pulled less than its gradient says, not by inf * 0."""
+"""Gradients of tails below exp(-80), almost 0 in float32, are limited, since they would be inf * 0."""
 
 
 def row_statistics(
     logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[r, N], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None.
+    """Return log-probabilities of `ids` [r, K], log-sum-exp [r], and entropy [r] or None, of logits [r, N].
 
-    With `tail_topk` = k > 0 the log-probabilities are [r, K + 1], column k the log of the mass outside of the first k
-    ids, which is summed by itself: nothing is subtracted.
+    With `tail_topk` = k > 0 the log-probabilities are [r, K + 1]: column k is the log of the mass outside of the first
+    k ids, a sum of its own without a subtraction.
     """
     z = logits.to(compute_dtype(logits)) / temperature
     chosen = z.gather(1, ids)
@@ -38,12 +38,12 @@ def logit_gradient_(
     logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
     tail_topk: int = 0, entropy: Tensor | None = None, grad_entropy: Tensor | None = None,
 ) -> Tensor:
-    """Overwrites the logits [r, N], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
+    """Overwrite the logits [r, N], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
 
     With a tail, whose column of `grad_logprobs` is t = dL/dlog(1 - Q), dL/dz is c q + a at the first k ids,
-    c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
+    c = -sum(a) - t, and (c + t / (1 - Q)) q + a at all others.
 
-    With `entropy` H [r] and `grad_entropy` h = dL/dH [r], dL/dz gets -h q (log q + H) beside that, everywhere.
+    With `entropy` H [r] and `grad_entropy` h = dL/dH [r], -h q (log q + H) is added to all of dL/dz.
     """
     k = tail_topk
     inside, at_ids = -grad_logprobs.sum(1, keepdim=True), grad_logprobs
@@ -64,7 +64,7 @@ def logit_gradient_(
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor * factor in `dtype`."""
+    """Return tensor * factor in `dtype`."""
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 

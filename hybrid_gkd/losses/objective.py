@@ -1,6 +1,6 @@
-"""The loss of a trained token: the sum of the terms that its sample has the signals of.
+"""The loss of a trained token: the sum of the terms whose signals its sample has.
 
-All are functions of one set of log-probabilities, so that one call of the fused head serves them and their metrics.
+All terms and their metrics are functions of the same log-probabilities, computed by one call of the fused head.
 
 Shapes: R trained tokens of a micro-batch, r of them in a chunk of the head, K candidates.
 """
@@ -19,16 +19,16 @@ from hybrid_gkd.losses.head import LossFunction
 from hybrid_gkd.losses.terms import Metrics, Signals, Student, Term, by_event, old_logprobs
 
 POOLED = ("actor/kl_loss", "actor/distillation/")
-"""Prefixes of metrics that are means over the tokens of all teachers: one with two teachers counts twice."""
+"""Prefixes of metrics that are means over all pairs of a token and a teacher that scores it."""
 
 
 class Objective:
     """The loss of a run.
 
     Args:
-        terms: in the order in which they are added up.
-        of_sequences: the loss needs `with_sequence_ratios`, where there are old log-probabilities.
-        entropy_coeff: factor of the entropy, which is to grow.
+        terms: in the order of summation.
+        of_sequences: whether the loss needs `with_sequence_ratios` if there are old log-probabilities.
+        entropy_coeff: factor of the entropy, which is subtracted from the loss.
     """
 
     def __init__(self, terms: Sequence[Term], *, of_sequences: bool = False, entropy_coeff: float = 0.0):
@@ -36,13 +36,14 @@ class Objective:
         self.uses_sampled = any(term.of_sampled for term in terms)
         """Whether the last column of the log-probabilities must be the sampled token."""
         self.candidates = tuple(dict.fromkeys(term.signal for term in terms if term.of_candidates))
-        """Signals whose candidates are the columns before it, those that a micro-batch has; the mass outside of the
-        first one's follows these (`tail_topk` of the head), that outside of others is 1 - Q, see divergence.py."""
+        """Signals whose candidates are the columns before it, as far as a micro-batch has them. The mass outside of the
+        first one's candidates is the column after these (`tail_topk` of the head); that of others is computed as 1 - Q,
+        see divergence.py."""
         factors = [name for term in terms for name in _factors(term)]
         self.signals = tuple(dict.fromkeys([*(term.signal for term in terms), "old_logprobs", "weights", *factors]))
-        """Names of all that it reads."""
+        """Names of all signals that are read."""
         self.reported: dict[str, tuple[str, ...]] = {}
-        """Metrics of `loss_fn` -> the signals of which a token has one, where the metric is of it; see POOLED."""
+        """Metrics of `loss_fn` -> signals; a metric covers the tokens that have one of them; see POOLED."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
         for term in terms:
             topk = {"logprobs": row, "tail_logprobs": none, "sampled_logprobs": none}
@@ -52,10 +53,11 @@ class Objective:
                 self.reported[name] = (*self.reported.get(name, ()), term.signal)
 
     def with_sequence_ratios(self, signals: Signals, numbers: Tensor, sampled: Tensor) -> Signals:
-        """The same with sequence_log_ratio: the mean over each sample of log r, of the log-probabilities `sampled` [R].
+        """Return the signals with sequence_log_ratio: the mean of log r over each sample, of the log-probabilities
+        `sampled` [R].
 
-        `numbers` int64 [R] are those of the tokens' samples, ascending from 0. The head sees a few rows at a time,
-        which need not be a whole sample.
+        `numbers` int64 [R]: each token's sample, ascending from 0. Computed before the head's pass, whose chunks of
+        rows may end within a sample.
         """
         sums = sampled.new_zeros(2, len(numbers))
         sums[0].index_add_(0, numbers, sampled - old_logprobs(signals, sampled))
@@ -70,13 +72,13 @@ class Objective:
         return -self.entropy_coeff * weights
 
     def loss_fn(self, signals: Signals) -> LossFunction:
-        """The loss as the head wants it, of log-probabilities [r, ...] whose columns `candidates` names."""
+        """Return the head's loss function, of log-probabilities [r, ...] with the columns of `candidates`."""
         blocks = self._blocks(signals)
         terms = [term for term in self.terms if term.signal in (blocks if term.of_candidates else signals)]
 
         def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
             chunk, metrics = {name: value[rows] for name, value in signals.items()}, Metrics()
-            sums: dict[str, list[Tensor]] = {}  # by the weights that they have in common
+            sums: dict[str, list[Tensor]] = {}  # by the name of their weights
             for term in terms:
                 known = chunk.get(f"has.{term.signal}")
                 value, found = term.function(chunk, _student(term, blocks, logprobs, known))
@@ -97,9 +99,9 @@ class Objective:
         return loss_fn
 
     def keep_divergences(self, signals: Signals, found: Tensor) -> LossFunction:
-        """A loss of 0 for the head, which writes into `found` [R, 2 + 3 s] of every token: forward and reverse KL, the
-        student's log-probabilities of the teacher's first s candidates, and of the s candidates that the student finds
-        most likely its log-probabilities and their numbers among the teacher's."""
+        """Return a loss function of value 0 that writes into `found` [R, 2 + 3 s], for every token: forward and reverse
+        KL; the student's log-probabilities of the teacher's first s candidates; and for the student's s most likely
+        candidates, its log-probabilities and their columns among the teacher's."""
 
         def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
             teacher, teacher_tail = signals["teacher.logprobs"][rows], signals["teacher.tail_logprobs"][rows]
@@ -116,18 +118,18 @@ class Objective:
         return keep
 
     def _blocks(self, signals: Signals) -> dict[str, slice]:
-        """The columns of the candidates of each signal that a micro-batch has."""
+        """Return the columns of the candidates of each signal that a micro-batch has."""
         blocks: dict[str, slice] = {}
         start = 0
         for name in self.candidates:
             if f"{name}.logprobs" in signals:
                 blocks[name] = slice(start, start + signals[f"{name}.logprobs"].shape[1])
-                start = blocks[name].stop + (len(blocks) == 1)  # the tail is behind the first
+                start = blocks[name].stop + (len(blocks) == 1)  # the tail follows the first
         return blocks
 
 
 def _factors(term: Term) -> tuple[str, ...]:
-    """Names of a term's own weights, in the place of `weights`, and of its further factors."""
+    """Return the name of a term's own weights, used in place of `weights` if present, and of its further factors."""
     of_sampled = ("sampled_weights",) if term.of_sampled else ()
     return f"weights/{term.name}", *of_sampled, f"{term.signal.partition('/')[0]}_weights"
 
@@ -145,8 +147,8 @@ def _student(term: Term, blocks: dict[str, slice], logprobs: Tensor, known: Tens
 
 
 def _merged(name: str, before: Tensor | None, part: Tensor, known: Tensor | None) -> Tensor:
-    """A metric [r] with what a further term reports where its signal is `known`: the sum of those that are POOLED; of
-    what is true or not, either's."""
+    """Merge a metric [r] with that of a further term, which counts in rows with its signal (`known`): the sum of POOLED
+    metrics, the disjunction of booleans, else the further term's."""
     if before is None or name.startswith(POOLED):
         own = part if known is None else torch.where(known, part, torch.zeros_like(part))
         return own if before is None else before * 1.0 + own

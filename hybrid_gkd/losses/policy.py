@@ -1,4 +1,4 @@
-"""Policy losses on the log-probabilities of the sampled tokens, one value per token. Shapes: T packed response tokens.
+"""Policy losses on the log-probabilities of the sampled tokens, one value per token. Shapes: T packed trained tokens.
 
 All take
 
@@ -6,8 +6,8 @@ All take
     old_logprobs    [T], under the weights before the first mini-batch of the rollout
     advantages      [T]
 
-with r = exp(logprobs - old_logprobs), and the keys of the section `actor` that their row in table.py names. They return
-the loss [T], negated so that it is minimised and not reduced, and a bool [T]: where a bound of the ratio acts.
+and the keys of the section `actor` in their row of table.py. The ratio is r = exp(logprobs - old_logprobs). They return
+the loss [T] to be minimised, not reduced, and a bool [T]: True where a bound of the ratio applies.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.losses.divergence import TRIAL_ROWS, check_row_loss
 
 LOG_RATIO_LIMIT = 20.0
-"""Beyond it a log-ratio counts as the limit: exp(20) is 5e8, and exp of more would become inf and then NaN."""
+"""Limit of a log-ratio, plus or minus: exp(20) is 5e8; exp(89) is inf in float32, which becomes NaN."""
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
-"""The same, upwards, of a sequence's mean log-ratio."""
+"""Upper limit of a sequence's mean log-ratio."""
 
 
 def vanilla(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float,
     clip_ratio_c: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -c A (dual clip).
+    """Return PPO's clipped surrogate -min(r A, clip(r, 1 - low, 1 + high) A); for A < 0 at most -c A (dual clip).
 
-    Where a bound acts, the gradient is 0.
+    Where a bound applies, the gradient is 0.
 
     Source: Schulman et al., arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476, eq. 10; dual clip: arXiv
     1912.09729, eq. 5.
 
     Raises:
-        ValueError: the shapes are not one [T] (broadcasting would be silent), or a bound is not possible.
+        ValueError: the shapes are not all [T] (they would be broadcast), or a bound is out of range.
     """
     _check(logprobs, old_logprobs, advantages)
     if not (clip_ratio_low > 0 and clip_ratio_high > 0 and clip_ratio_c > 1):
@@ -58,10 +59,10 @@ def gspo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float,
     sequence_log_ratio: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate with the ratio s of the whole sequence, exp of the mean of log r over its tokens.
+    """Return the clipped surrogate with the ratio s of the whole sequence, exp of the mean of log r over its tokens.
 
-    `sequence_log_ratio` [T] is that mean at each token, without gradient. A token's gradient is that of
-    s logprobs, so that the mean over the tokens of a sequence has the gradient of s.
+    `sequence_log_ratio` [T] is that mean at each token, without gradient. A token's gradient is that of s logprobs, so
+    that the mean over the tokens of a sequence has the gradient of s.
 
     Source: GSPO-token, arXiv 2507.18071, eq. 13 to 17.
     """
@@ -76,7 +77,7 @@ def gspo(
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-clip(r, 1 - low, 1 + high) A logprobs, the clipped ratio without gradient: no token loses its gradient.
+    """Return -clip(r, 1 - low, 1 + high) A logprobs. The ratio has no gradient, so no token loses its gradient.
 
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
@@ -87,46 +88,31 @@ def cispo(
 
 
 def gpg(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """-A logprobs, the plain policy gradient, whatever the ratio. Source: GPG, arXiv 2504.02546."""
+    """Return -A logprobs, the plain policy gradient without the ratio. Source: GPG, arXiv 2504.02546."""
     _check(logprobs, old_logprobs, advantages)
     return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
 def check_policy_loss(function: Callable[..., Any], options: dict[str, float]) -> None:
-    """Try out a policy loss of the user's own on random rows before anything starts.
+    """Try out a user's policy loss on random rows.
 
-    The head computes chunk by chunk, so row i of the result may depend on row i of the inputs alone.
-
-    Raises ConfigError: it raises, the result is not a finite [T] with a gradient and a bool [T], or it mixes rows.
+    Raises ConfigError: it does not return a loss [T] and a bool [T], or see `check_row_loss`.
     """
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-
-    def refusal(rule: str) -> ConfigError:
-        return ConfigError(key, rule, show_value=False)
+    rows = torch.randn(3, TRIAL_ROWS, generator=generator, dtype=torch.float64)
 
     def evaluate(part: slice) -> tuple[Tensor, Tensor]:
         logprobs, old, advantages = (-rows[0, part].abs()).requires_grad_(), -rows[1, part].abs(), rows[2, part]
-        try:
-            loss, clipped = function(logprobs, old, advantages, **options)
-        except Exception as error:  # whatever the user's code raises
-            raise refusal(f"raised {type(error).__name__} when it was tried: {error}") from error
-        for value, what in ((loss, "the loss"), (clipped, "what is clipped")):
+        loss, clipped = function(logprobs, old, advantages, **options)
+        for value, what in ((loss, "the loss"), (clipped, "the second value")):
             if not isinstance(value, Tensor) or value.shape != logprobs.shape:
                 found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise refusal(f"must return a loss [T] and a bool [T]; for T = {len(logprobs)}, {what} is {found}")
-        if not loss.requires_grad:
-            raise refusal("its result has no gradient for the log-probabilities")
-        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-        if not (loss.isfinite().all() and gradient.isfinite().all()):
-            raise refusal("gave values or gradients that are not finite")
-        return loss.detach(), gradient
+                rule = f"must return a loss [T] and a bool [T]; for T = {len(logprobs)}, {what} is {found}"
+                raise ConfigError(key, rule, show_value=False)
+        return logprobs, loss
 
-    whole = evaluate(slice(None))
-    alone = [torch.cat(parts) for parts in zip(*(evaluate(slice(i, i + 1)) for i in range(5)), strict=True)]
-    if not all(torch.allclose(found, expected) for found, expected in zip(whole, alone, strict=True)):
-        raise refusal("the value and the gradient of a row must depend on that row alone")
+    check_row_loss(key, evaluate)
 
 
 def _check(*tensors: Tensor) -> None:

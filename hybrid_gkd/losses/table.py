@@ -1,9 +1,8 @@
-"""The terms of a loss, divergences (`distillation.loss_mode`, `actor.kl_loss_type`), token weights, policy losses.
+"""Tables of loss terms, divergences (`distillation.loss_mode`, `actor.kl_loss_type`), token weights and policy losses.
 
-A new one is a row here and a function: of a term in terms.py, else in the file that its row names.
-
-The configuration checks and the objective follow from it (a term is added in student/actor.py too), and docs/losses.md
-needs a row for each divergence. Needs no torch: the functions are imported when they are first used.
+A new one is a row here and a function: for a term in terms.py and student/actor.py, else in the file of its row. The
+configuration checks and the objective use the tables; docs/losses.md needs a row for each divergence. Does not import
+torch: the functions are imported on first use.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from hybrid_gkd.runtime.imports import load_object
 TERMS = {
     "distillation": "teacher", "sft": "sft", "policy": "advantages", "reference": "reference", "value": "returns",
 }
-"""Summands of the losses of actor and critic -> the signal that a sample must have; with actor.kl_loss_type=full
-reference_topk in the place of reference."""
+"""Terms of the losses of actor and critic -> the signal that a sample must have; for `reference` with
+actor.kl_loss_type=full it is reference_topk."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Divergence:
     signal: Literal["topk", "sampled"]
     """topk: log-probabilities of the teacher's K candidates, [T, K]; sampled: of the sampled token, [T]."""
     options: tuple[str, ...] = ()
-    """Keys of the section `distillation` that it takes as keyword arguments, of those that terms.py passes on."""
+    """Keyword arguments: keys of the section `distillation` that terms.py passes on."""
     is_loss: bool = True
-    """False: its expected gradient is 0, so that it teaches as a policy gradient only."""
+    """False: its expected gradient is 0, so that it can only be used as a policy gradient."""
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -40,7 +39,7 @@ class Divergence:
 
 
 def user_divergence(import_path: str) -> Divergence:
-    """The row of `distillation.loss_fn`."""
+    """Return the row of `distillation.loss_fn`."""
     return Divergence(import_path, "topk", ("tail",))
 
 
@@ -73,7 +72,7 @@ KL_LOSSES: Mapping[str, Divergence] = {
     "abs": Divergence(f"{_HERE}:absolute", "sampled"),
     "full": Divergence(f"{_HERE}:reverse_kl", "topk", ("tail",)),
 }
-"""Between student and reference policy, which takes the teacher's place; full is on its top k and the tail."""
+"""actor.kl_loss_type -> divergence with the reference policy as teacher; full is on its top k and the tail."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ class TokenWeights:
 
     import_path: str
     needs: Literal["completion", "teacher", "student"]
-    """The completion alone; also the teacher's scores of it; the student's distributions, in its forward pass."""
+    """Inputs: the completion only; also the teacher's scores; or the student's distributions in its forward pass."""
     options: Mapping[str, Any]
-    """Keyword arguments, `distillation.token_weights_kwargs` in the place of the defaults."""
+    """Keyword arguments: defaults, replaced by `distillation.token_weights_kwargs`."""
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -102,7 +101,7 @@ TOKEN_WEIGHTS: Mapping[str, TokenWeights] = {
 
 
 def token_weights(name: str, kwargs: Mapping[str, Any]) -> TokenWeights | None:
-    """Return the row of `distillation.token_weights` with its arguments; None where all tokens count the same."""
+    """Return the row of `distillation.token_weights` with its arguments; None if all tokens count the same."""
     if name == UNIFORM:
         return None
     row = TOKEN_WEIGHTS.get(name, TokenWeights(name, "teacher", {}))
@@ -115,9 +114,9 @@ class PolicyLoss:
 
     import_path: str
     options: tuple[str, ...] = ()
-    """Keys of the section `actor` that it takes as keyword arguments."""
+    """Keyword arguments: keys of the section `actor`."""
     of_sequences: bool = False
-    """It also takes `sequence_log_ratio`, for which the log-probabilities of whole sequences are computed before."""
+    """Whether it also takes `sequence_log_ratio`, for which log-probabilities of whole sequences are computed first."""
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -135,5 +134,5 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The row of a `loss_mode`; that of a user's own function is like vanilla's."""
+    """Return the row of a `loss_mode`; a user's function gets the arguments of vanilla."""
     return POLICY_LOSSES[name] if name in POLICY_LOSSES else PolicyLoss(name, POLICY_LOSSES["vanilla"].options)

@@ -1,7 +1,7 @@
-"""The terms that an actor's loss is the sum of: each a function of the student's log-probabilities and of one signal.
+"""The terms of an actor's loss: each a function of the student's log-probabilities and of one signal.
 
-A term is of the samples that have its signal. Its function sees other rows too, where a micro-batch has any: with
-neutral values, and what it makes of them is left out.
+A term covers the samples that have its signal. Its function also gets the other rows of a micro-batch, with neutral
+values; its results for them are ignored.
 
 Shapes: R trained tokens of a micro-batch, r of them in a chunk of the head, K candidates.
 """
@@ -21,13 +21,12 @@ from hybrid_gkd.losses.head_torch import MASKED_LOGIT
 from hybrid_gkd.losses.table import DIVERGENCES, Divergence, PolicyLoss
 
 Signals = Mapping[str, Tensor]
-"""Tensors of the trained tokens of a micro-batch or chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r], and of
-candidates <name>.logprobs [r, K], <name>.tail_logprobs [r], <name>.sampled_logprobs [r] and, of events, <name>.groups
-[r, K]. What no sample has is left out; has.<name>, bool [r], says which rows have it, where not all do.
-sequence_log_ratio: see `Objective`; quarter: of its answer that a token is in, 0 to 3."""
+"""Tensors of the trained tokens of a micro-batch or chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r]; for
+candidates <name>.logprobs [r, K], <name>.tail_logprobs [r], <name>.sampled_logprobs [r] and, for events, <name>.groups
+[r, K]. Signals that no sample has are missing; has.<name>, bool [r], marks the rows that have it, if not all do.
+sequence_log_ratio: see `Objective`; quarter: the quarter of its completion that a token is in, 0 to 3."""
 Metrics = dict[str, Tensor]
-"""By name, [r]."""
-
+"""Metrics [r] by name."""
 
 QUARTERS = 4
 """Quarters of a completion of R tokens: token r is in quarter floor(4 r / R)."""
@@ -37,11 +36,11 @@ class Student(NamedTuple):
     """The student's log-probabilities at the tokens of a chunk."""
 
     sampled: Tensor
-    """[r], of the tokens themselves, where a term is of them."""
+    """[r], of the sampled tokens; meaningless unless a term needs them."""
     candidates: Tensor
-    """[r, K], of the candidates of the term's signal; K = 0 where that has none."""
+    """[r, K], of the candidates of the term's signal; K = 0 without candidates."""
     tail: Tensor | None
-    """[r], the log of the mass outside of them; None without candidates."""
+    """[r], the log of the mass outside of the candidates; None without candidates."""
 
 
 def by_event(student: Student, groups: Tensor) -> Student:
@@ -67,20 +66,20 @@ class Term:
     signal: str
     """Signal that a sample must have; <signal>_weights, without the name of a teacher, are further factors."""
     function: Callable[[Signals, Student], tuple[Tensor, Metrics]]
-    """A chunk's signals and the student -> the value [r], with gradient, and what is reported."""
+    """A chunk's signals and the student -> the value [r], with gradient, and metrics."""
     of_sampled: bool
-    """Whether it is a term of the sampled token, with `sampled_weights` as factors."""
+    """Whether it depends on the sampled token; `sampled_weights` are then factors."""
     of_candidates: bool = False
-    """Its signal has candidates."""
+    """Whether its signal has candidates."""
     coefficient: float = 1.0
 
 
 Policy = Callable[[Signals, Tensor, Tensor], tuple[Tensor, Metrics]]
-"""A chunk's signals, advantages [r], the student's log-probabilities of the sampled tokens [r] -> as a term's."""
+"""A chunk's signals, advantages [r], the student's log-probabilities of the sampled tokens [r] -> see `Term`."""
 
 
 def policy_loss(row: PolicyLoss, options: Mapping[str, float]) -> Policy:
-    """A policy loss with its options, relative to the old log-probabilities; at a ratio of 1 where there are none."""
+    """Return a policy loss with its options; without old log-probabilities the ratio is 1."""
 
     def function(chunk: Signals, advantages: Tensor, sampled: Tensor) -> tuple[Tensor, Metrics]:
         old, of_sequences = old_logprobs(chunk, sampled), dict[str, Any]()
@@ -94,7 +93,7 @@ def policy_loss(row: PolicyLoss, options: Mapping[str, float]) -> Policy:
 
 
 def old_logprobs(signals: Signals, sampled: Tensor) -> Tensor:
-    """Under the weights before the rollout's first mini-batch; without such those being trained, `sampled`, [r]."""
+    """Return log-probabilities [r] under the weights before the rollout's first mini-batch, or else `sampled`."""
     if "old_logprobs" not in signals:
         return sampled.detach()
     old, known = signals["old_logprobs"], signals.get("has.old_logprobs")
@@ -102,7 +101,7 @@ def old_logprobs(signals: Signals, sampled: Tensor) -> Tensor:
 
 
 def sft() -> Term:
-    """The cross-entropy of given answers, -log q of each of their trained tokens, times the signal's factor."""
+    """Return the cross-entropy of given completions: -log q of each trained token, times the signal's factor."""
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         return -student.sampled * chunk["sft"], {"actor/sft_loss": -student.sampled}
@@ -111,7 +110,7 @@ def sft() -> Term:
 
 
 def policy(loss: Policy) -> Term:
-    """A policy loss on advantages."""
+    """Return the term of a policy loss on advantages."""
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         value, metrics = loss(chunk, chunk["advantages"], student.sampled)
@@ -121,7 +120,7 @@ def policy(loss: Policy) -> Term:
 
 
 def reference(kl: Divergence, coefficient: float) -> Term:
-    """The KL from the student to the reference policy: of the sampled token, or on the reference's candidates."""
+    """Return the KL from the student to the reference policy, of the sampled token or on the reference's candidates."""
 
     def of_sampled(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         value = kl.function(chunk["reference"], student.sampled)
@@ -158,10 +157,10 @@ def distillation(
     divergences: Sequence[tuple[float, Divergence]], *, tail: str, beta: float, coefficient: float,
     limit: float | None = None, estimator: str = "", policy: Policy | None = None, teacher: str = "",
 ) -> Term:
-    """The weighted sum of divergences to the teacher, each token's between -limit and limit.
+    """Return the weighted sum of divergences to the teacher, for each token clamped to -limit and limit.
 
-    With `policy` its policy gradient, by the `estimator` k1, k2 or k3; `limit` is then of the advantage. One of several
-    has the name of its `teacher`, and reports divergences of its own.
+    With `policy` it is the policy gradient of the `estimator` k1, k2 or k3, and `limit` applies to the advantage. With
+    several teachers, each has a term with its name, `teacher`, and its own metrics of divergences.
     """
     settings, suffix = {"tail": tail, "beta": beta}, f"/{teacher}" if teacher else ""
     signal = f"teacher{suffix}"
@@ -172,7 +171,7 @@ def distillation(
             student, given = by_event(student, chunk[f"{signal}.groups"]), chunk[f"{signal}.sampled_logprobs"]
             given = torch.where(given.isnan(), student.sampled.detach(), given)
             chunk = {**chunk, f"{signal}.sampled_logprobs": given}
-        # In every mode, so that runs with different losses can be compared.
+        # With every loss, so that runs with different losses can be compared.
         found = divergence.compare(target, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl
         known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
@@ -191,7 +190,7 @@ def distillation(
         metrics = {
             "actor/kl_loss": value,
             "actor/distillation/student_mass": divergence.support_mass(student.candidates.detach()),
-            "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # float16 has rounded the candidates' own
+            "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # exact, unlike the sum of float16 candidates
         } | compared(found, chunk.get("quarter"))
         if suffix:
             own = {"kl_loss": value, "forward_kl": forward, "reverse_kl": reverse}
@@ -205,7 +204,7 @@ def distillation(
         if policy is None:
             return value, metrics
         loss, reported = policy(chunk, -weight, student.sampled)
-        # The added term has no gradient: it makes the loss of the first pass the estimator's mean.
+        # The added constant makes the value of the loss in the first pass the mean of the estimator.
         return loss + (value - weight).detach(), metrics | reported
 
     return Term(

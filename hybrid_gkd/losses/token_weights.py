@@ -26,11 +26,11 @@ class TokenSignals:
     token_ids: np.ndarray
     """int32 [R], the trained tokens."""
     positions: np.ndarray
-    """int64 [R], their numbers within the completion: 0 to R - 1."""
+    """int64 [R], their positions within the completion: 0 to R - 1."""
     length: int
     """R."""
     logprobs: np.ndarray | None = None
-    """float32 [R], log-probabilities of the tokens under the student that wrote them; None for a given answer."""
+    """float32 [R], log-probabilities of the tokens under the student that wrote them; None for a given completion."""
     teacher: TopK | None = None
     """The teacher's candidates, the mass outside of them, and its log-probabilities of the tokens; None for
     `position`."""
@@ -39,7 +39,7 @@ class TokenSignals:
 def position(signals: TokenSignals, *, fraction: float) -> np.ndarray:
     """Return weight 1 for the first ceil(fraction R) tokens of a completion, 0 for the others, float32 [R].
 
-    Source: arXiv 2606.22600, in which the first 30 % of an answer teach nearly as much as all of it.
+    Source: arXiv 2606.22600, in which the first 30 % of a completion teach nearly as much as all of it.
     """
     return (signals.positions < num_selected(fraction, signals.length)).astype(np.float32)
 

@@ -1,12 +1,12 @@
-"""From hidden states to the K most likely ids, their log-probabilities, that of all others and of the sampled token.
+"""The K most likely ids of hidden states, and log-probabilities of these, of all others and of the sampled token.
 
-Some of the K may be given: they are among the candidates however unlikely they are.
+Some of the K may be given: they are candidates however unlikely they are.
 
-A model's matrix often has more rows than its tokenizer has tokens. These rows stand for no token, and a student with
-the same tokenizer may have more or fewer of them, so they take no part: log-probabilities are normalised over tokens.
+A model's matrix often has more rows than its tokenizer has tokens. Log-probabilities are normalised over tokens only,
+since a student with the same tokenizer may have another number of rows.
 
-The tail is the log-sum-exp of what was not chosen. Taken as 1 minus the mass of the candidates it would be rounding
-alone below 1e-7, and reverse_kl has its logarithm.
+The tail is the log-sum-exp of the ids that are not chosen. 1 minus the mass of the candidates would be only rounding
+below 1e-7, and reverse_kl takes its logarithm.
 
 Shapes: R rows, D hidden size, V columns of logits, K candidates, C of them given.
 """
@@ -33,7 +33,7 @@ class TopLogprobs(NamedTuple):
     sampled: Tensor
 
     def first(self, k: int) -> TopLogprobs:
-        """With the first k candidates; the others join the tail."""
+        """Return the first k candidates only; the others are added to the tail."""
         if k == self.ids.shape[1]:
             return self
         tail = torch.cat([self.tail[:, None], self.logprobs[:, k:]], dim=1).logsumexp(1)
@@ -41,7 +41,7 @@ class TopLogprobs(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The part of the vocabulary whose logits a tensor-parallel rank computes."""
+    """Part of the vocabulary whose logits a tensor-parallel rank computes."""
 
     first_id: int
     num_columns: int
@@ -54,12 +54,12 @@ def top_logprobs(
     hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, temperatures: Tensor, k: int, num_ids: int,
     shard: Shard | None = None, given: Tensor | None = None,
 ) -> TopLogprobs:
-    """The k most likely of the ids below `num_ids`, normalised over these.
+    """Return the k most likely of the ids below `num_ids`, normalised over these.
 
     Args:
         hidden: [R, D] with R >= 1
         head: hidden [r, D] -> logits [r, V], or those of the shard
-        targets: int64 [R], ids of the tokens that were sampled, as a rule below `num_ids`
+        targets: int64 [R], ids of the sampled tokens, normally below `num_ids`
         temperatures: float32 [R], logits are divided by them
         k: 1 <= k <= num_ids
         given: int64 [R, C], C <= k, distinct ids below `num_ids`: these and the k - C most likely others are chosen
@@ -75,13 +75,13 @@ def top_logprobs(
         for rows in chunks
     ]
     ids, values, others, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    if shard is not None:  # k candidates of every rank; as bits of floats, as not every backend gathers integers
+    if shard is not None:  # k candidates of every rank, bits viewed as floats: not every backend gathers integers
         other = others.logsumexp(1, keepdim=True)
         numbers = torch.cat([(ids + first_id).view(torch.float32), values, other, sampled], dim=1)
         gathered = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
         ids, values = gathered[0].flatten(1).view(torch.int32), gathered[1].flatten(1)
         others, sampled = gathered[2].flatten(1), gathered[3][..., 0].amax(1, keepdim=True)
-        if given is not None:  # in front of the others: they stay among the first k
+        if given is not None:  # before the others, so that they are among the first k
             is_given = (ids[:, :, None] == given[:, None]).any(2) & (values > -torch.inf)
             order = values.masked_fill(is_given, torch.inf).argsort(dim=1, descending=True)
             ids, values = ids.gather(1, order), values.gather(1, order)
@@ -89,7 +89,7 @@ def top_logprobs(
             ids, values = ids[:, :k], values[:, :k]
     values, order = values.sort(dim=1, descending=True)
     scaled = values * inverse[:, None]
-    tail = torch.cat([others, scaled[:, k:]], dim=1).logsumexp(1, keepdim=True)  # ranks send more than k together
+    tail = torch.cat([others, scaled[:, k:]], dim=1).logsumexp(1, keepdim=True)  # all ranks together have more than k
     normalizer = torch.logaddexp(tail, scaled[:, :k].logsumexp(1, keepdim=True))
     logprobs, sampled = scaled[:, :k] - normalizer, sampled * inverse[:, None] - normalizer
     return TopLogprobs(ids.gather(1, order)[:, :k], logprobs, (tail - normalizer)[:, 0], sampled[:, 0])
@@ -98,11 +98,11 @@ def top_logprobs(
 def _of_logits(
     logits: Tensor, targets: Tensor, inverse: Tensor, k: int, num_ids: int, given: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """ids int32 [r, k] in any order, their logits float32 [r, k], others float32 [r, n], targets' logits [r, 1].
+    """Return ids int32 [r, k] in any order, their logits float32 [r, k], others float32 [r, n], targets' logits [r, 1].
 
-    The log-sum-exp of all other ids below `num_ids` at the temperature is that of the n `others`. Of a shard that has
-    fewer than k candidates the rest are minus infinity, as is the logit of a target that it does not have. Given ids
-    that it does not have are ignored.
+    The log-sum-exp of all other ids below `num_ids` at the temperature is that of the n `others`. A shard with fewer
+    than k candidates returns minus infinity for the rest, and for targets outside of it; given ids outside of it are
+    ignored.
     """
     num_columns = logits.shape[1]
     num_ids = max(0, min(num_ids, num_columns))
@@ -116,7 +116,7 @@ def _of_logits(
 def _select(
     logits: Tensor, inverse: Tensor, k: int, num_ids: int, given: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three of `_of_logits`."""
+    """Return the first three results of `_of_logits`."""
     ranked = logits if given is None else _raised(logits, given)
     if logits.device.type == "cuda":
         from hybrid_gkd.losses import topk_triton
@@ -133,7 +133,7 @@ def _select(
 
 
 def _raised(logits: Tensor, given: Tensor) -> Tensor:
-    """The logits, with the largest number of their type in place of those of given ids, as far as they have these."""
+    """Return the logits with the largest number of their type at the given ids, as far as they have these columns."""
     columns = given.clamp(0, logits.shape[1] - 1)
     values = logits.gather(1, columns).masked_fill_(columns == given, torch.finfo(logits.dtype).max)
     return logits.scatter_reduce(1, columns, values, "amax")

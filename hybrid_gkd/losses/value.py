@@ -1,4 +1,4 @@
-"""PPO's loss of a value function. Shapes: T packed response tokens."""
+"""PPO's loss of a value function. Shapes: T packed trained tokens."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error per token, the larger one of the value's and the clipped value's:
+    """Return half the squared error per token, the larger one of the value's and the clipped value's:
 
         max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 
-    so that a value that has moved by more than c towards its return has no gradient. Source: the value loss that goes
-    with PPO (Schulman et al., arXiv 1707.06347) in its authors' implementation; whether the clip helps is disputed
-    (Andrychowicz et al., arXiv 2006.05990, section 3.5).
+    A value that has moved by more than c towards its return has no gradient. Source: the value loss of PPO (Schulman et
+    al., arXiv 1707.06347) in its authors' implementation; whether the clip helps is disputed (Andrychowicz et al.,
+    arXiv 2006.05990, section 3.5).
 
     Args:
         values: [T], of the weights being trained; receives the gradient.
         old_values: [T], of the weights before the first mini-batch of this rollout.
-        returns: [T], what the values are to be.
-        cliprange: c, in units of the reward; infinity leaves the clip out.
+        returns: [T], targets of the values.
+        cliprange: c, in units of the reward; infinity disables the clip.
 
     Returns:
-        loss [T], not reduced; clipped bool [T], where the clipped value's error is the larger one.
+        loss [T], not reduced; clipped bool [T], True where the clipped value's error is the larger one.
 
     Raises:
-        ValueError: the shapes are not one [T] (broadcasting would be silent), or `cliprange` is not positive.
+        ValueError: the shapes are not all [T] (they would be broadcast), or `cliprange` is not positive.
     """
     if values.ndim != 1 or not values.shape == old_values.shape == returns.shape:
         shapes = [tuple(tensor.shape) for tensor in (values, old_values, returns)]
