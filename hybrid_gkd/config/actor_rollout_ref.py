@@ -60,11 +60,11 @@ class ScheduleConfig:
     """Peak learning rate."""
     lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
     """Optimizer steps of linear warm-up from 0."""
-    lr_warmup_steps_ratio: float = field(default=0.0, metadata=rules.SHARE)
+    lr_warmup_steps_ratio: float = field(default=0.0, metadata=rules.FRACTION)
     """Warm-up as a fraction of the optimizer steps of the schedule, if lr_warmup_steps is 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up, until the last optimizer step of the schedule."""
-    min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)
+    min_lr_ratio: float = field(default=0.0, metadata=rules.FRACTION)
     """Final rate of linear and cosine as a fraction of the peak."""
 
 
@@ -254,7 +254,7 @@ class RolloutConfig:
     """-1 keeps the whole vocabulary."""
     tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
     """Workers that share one copy of the engine's weights."""
-    gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
+    gpu_memory_utilization: float | None = field(default=None, metadata=rules.FRACTION)
     """Fraction of the GPU's memory for the engine's weights and KV cache; null computes it from the free memory,
     limited to what max_num_seqs full sequences need (printed by --dry-run)."""
     free_cache_engine: bool = True
@@ -368,7 +368,7 @@ class TeacherConfig:
     num_replicas: int | None = field(default=None, metadata=rules.POSITIVE)
     """Replicas of a local service's model, which share the work; null takes one on GPUs of its own, and one per GPU on
     GPUs shared with workers, so that no worker waits for another one's GPU."""
-    gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
+    gpu_memory_utilization: float | None = field(default=None, metadata=rules.FRACTION)
     """Fraction of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what scoring needs
     on GPUs shared with workers (printed by --dry-run)."""
     cache: str | None = None

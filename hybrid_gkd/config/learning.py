@@ -29,7 +29,7 @@ class DistillationConfig:
     teacher_sharing: Literal["memory", "turns"] = "memory"
     """Local teachers on one GPU: divide its memory (memory), or take turns with all of it (turns): the models of the
     others are on the host, and teachers score whole rollouts one after the other."""
-    on_policy_fraction: float | None = field(default=None, metadata=rules.SHARE)
+    on_policy_fraction: float | None = field(default=None, metadata=rules.FRACTION)
     """Fraction of the tasks with a given completion (data.response_key) that the student completes itself (lambda in
     arXiv 2306.13649), chosen anew for each batch; null: none of them."""
     sft_coef: float | None = field(default=None, metadata=rules.NOT_NEGATIVE)
@@ -41,7 +41,7 @@ class DistillationConfig:
     loss_fn: str | None = field(default=None, metadata=rules.IMPORT_PATH)
     """Your own divergence in place of loss_mode: module:name or file.py:name of a function like forward_kl in
     hybrid_gkd/losses/divergence.py."""
-    beta: float = field(default=0.5, metadata=rules.SHARE)
+    beta: float = field(default=0.5, metadata=rules.FRACTION)
     """Weight of the teacher in jsd's mixture; 0 is forward_kl and 1 is reverse_kl."""
     mixed_weights: dict[str, float] = field(default_factory=dict)
     """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; all modes except k1 are allowed."""
@@ -183,9 +183,9 @@ class AlgorithmConfig:
     hybrid_gkd/ppo/advantages.py."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the standard deviation of the group in grpo; false as in Dr. GRPO."""
-    gamma: float = field(default=1.0, metadata=rules.SHARE)
+    gamma: float = field(default=1.0, metadata=rules.FRACTION)
     """Discount factor of later rewards, per token (reinforce_plus_plus, gae, custom estimators)."""
-    lam: float = field(default=1.0, metadata=rules.SHARE)
+    lam: float = field(default=1.0, metadata=rules.FRACTION)
     """Decay of later temporal differences, per token (gae, custom estimators)."""
     use_kl_in_reward: bool = False
     """Subtract the KL from the student to the reference policy (actor_rollout_ref.ref) from the rewards of each token

@@ -43,7 +43,7 @@ class DataConfig:
     train_files: Any = MISSING
     """One or a list of: files (.jsonl, .json, .csv, each also .gz or .zst; .parquet), patterns, folders of files or of
     `save_to_disk`, `folder:split`, hub data sets `org/name[:config][:split]`."""
-    train_weights: list[float] | None = field(default=None, metadata=rules.SHARES)
+    train_weights: list[float] | None = field(default=None, metadata=rules.FRACTIONS)
     """Fraction of the rows of each entry of train_files in an epoch, rotating over epochs; 1: all rows; null: 1 each.
     The same as train_files={answers.jsonl: 1, others.jsonl: 0.25}."""
     val_files: Any = None

@@ -25,7 +25,7 @@ from hybrid_gkd.config.teachers import NAMED
 from hybrid_gkd.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
-"""A value that is the one of another key."""
+"""A value that refers to another key."""
 
 
 @functools.cache
@@ -119,7 +119,7 @@ class SpellingReader:
         found = find(here)
         result = {here: value} if found is None else self._apply(key, value, *found)
         if here not in result and any(map(_refers_to, result.values(), result)):
-            return {}  # a key of verl that refers to what it is read as
+            return {}  # a key of verl that refers to its own target
         for own, new in result.items():
             before, old = self._set_by.setdefault(own, (key, new))
             if before != key and old != new:
@@ -168,7 +168,7 @@ class SpellingReader:
         return self.below(key)
 
     def _resolved(self, value: Any) -> Any:
-        """Return a value in which `${...}` is replaced, if it can be: one that cannot is reported when all is read."""
+        """Return a value with `${...}` replaced, if possible; an unresolved one is reported after reading all keys."""
         if not isinstance(value, str) or "${" not in value:
             return value
         if (reference := REFERENCE.fullmatch(value)) and reference[1] not in self._reading:
@@ -183,7 +183,7 @@ class SpellingReader:
             return value
 
     def _read(self, key: str, value: Any, row: Read) -> dict[str, Any]:
-        """Apply a row; a key that looks up its own result finds the values of other keys."""
+        """Apply a row; while a key is read, `_look` ignores it and finds the values of other keys."""
         self._reading.append(key)
         try:
             try:

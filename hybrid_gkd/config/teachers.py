@@ -15,7 +15,7 @@ OF_SERVICE = (
     "backend", "dtype", "device", "engine_kwargs", "tensor_model_parallel_size", "num_replicas",
     "gpu_memory_utilization", "max_model_len", "server_port", "start_timeout",
 )  # fmt: skip
-"""Fields of a teacher's section that are of the service which a run starts; others are of its client."""
+"""Fields of a teacher's section for the service that a run starts; the others are for its client."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The head's passes over memory as Triton kernels; head_torch.py defines the results. All compute in float32.
+"""Triton kernels of the head; head_torch.py defines the results. All compute in float32.
 
-Each row of a chunk of logits, one program's, is read once for its statistics and once more to become dL/dlogits.
+One program per row of a chunk of logits. A row is read once for its statistics, and once to overwrite it with
+dL/dlogits.
 
-Shapes: r rows of a chunk, N columns that are tokens, K ids per row. The rows of the logits lie `stride` apart, a
-multiple of 64, so that all loads are wide; what is beyond N, no tokens and padding, may be overwritten.
+Shapes: r rows of a chunk, N columns that are tokens, K ids per row. The stride of the rows of logits
+is a multiple of 64, so that all loads are wide; columns beyond N (no tokens, padding) may be overwritten.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LOWEST = tl.constexpr(head_torch.MASKED_LOGIT)
 def row_statistics(
     logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `head_torch.row_statistics`; logits [r, N] of unit column stride, which hold the same values afterwards."""
+    """See `head_torch.row_statistics`; the logits [r, N] have unit column stride and are the same afterwards."""
     columns = ids.shape[1] + (tail_topk > 0)
     logprobs = torch.empty(len(ids), columns, dtype=torch.float32, device=logits.device)
     lse = logprobs.new_empty(len(logits))
@@ -56,7 +57,7 @@ def logit_gradient_(
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor * factor in `dtype`, for a contiguous tensor and a scalar on its device; rounded once."""
+    """Return tensor * factor in `dtype`, for a contiguous tensor and a scalar on its device; rounded once."""
     result, size = torch.empty_like(tensor, dtype=dtype), tensor.numel()
     _scale[(triton.cdiv(size, SCALE_BLOCK),)](tensor, factor, result, size, BLOCK=SCALE_BLOCK)
     return result
@@ -69,7 +70,7 @@ def _num_ids(ids: Tensor) -> dict[str, Any]:
 @triton.jit
 def _accumulate(z, peak, mass, weighted, scale, WITH_ENTROPY: tl.constexpr):
     """One block of an online log-sum-exp, z [N, LANE]: sums of exp(z - peak) and z exp(z - peak), [N] each."""
-    # A thread keeps peaks of its own, so that the threads of a program need not wait for each other.
+    # Each thread has its own peaks, so that the threads of a program need not wait for each other.
     larger = tl.maximum(peak, tl.max(z, 1))
     share = tl.exp2((z - larger[:, None]) * (scale * LOG2_E))
     rescale = tl.exp2((peak - larger) * (scale * LOG2_E))
@@ -88,9 +89,9 @@ def _statistics(
     logits += row * stride
     k = tl.arange(0, K_BLOCK)
     chosen = tl.load(ids + row * K + k, mask=k < K, other=0)
-    if TAIL:  # the first ids stay out of the sum, and join it at the end
+    if TAIL:  # the first ids are left out of the sum, and added at the end
         at_ids = tl.load(logits + chosen, mask=k < K, other=0.0)
-        tl.debug_barrier()  # an id may occur once more behind the first ones
+        tl.debug_barrier()  # an id may occur again after the first ones
         tl.store(logits + chosen, tl.zeros([K_BLOCK], tl.float32) + masked_logit, mask=k < TAIL)
         tl.debug_barrier()  # other threads of this program read what was just written
     lanes = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
@@ -156,7 +157,7 @@ def _gradient(
         tail_gradient = tl.load(grad_logprobs + TAIL)
         inside -= tail_gradient
         factor = inside + tail_gradient * tl.exp(tl.minimum(-tl.load(logprobs + TAIL), TAIL_LIMIT))
-    # An id that occurs twice: every occurrence writes the same value, made of all their gradients.
+    # Of an id that occurs twice, every occurrence writes the same value, from the gradients of both.
     gradient = tl.zeros([K_BLOCK], tl.float32)
     is_inside = k < TAIL
     for other in range(TAIL):
@@ -179,7 +180,7 @@ def _gradient(
     normaliser = tl.load(lse + row) * LOG2_E
     lanes = tl.arange(0, BLOCK)
     z = tl.load(logits + lanes, mask=lanes < stride)
-    for start in range(0, stride, BLOCK):  # up to the next row: nobody reads what is beyond N
+    for start in range(0, stride, BLOCK):  # up to the next row: columns beyond N are not read
         following = tl.load(logits + start + BLOCK + lanes, mask=start + BLOCK + lanes < stride)
         pull = factor
         if grad_entropy is not None:

@@ -1,7 +1,8 @@
 """Selection of tokens for the distillation term by the student's distribution, in its forward pass.
 
-Functions return scores, and the highest ceil(fraction R) of each completion have weight 1: so many that the denominator
-of the term is known before the first backward pass, and the selection depends neither on micro-batches nor on ranks.
+Functions return scores. The ceil(fraction R) tokens of each completion with the highest scores have weight 1: their
+number, and so the denominator of the term, is known before the first backward pass, and the selection does not depend
+on micro-batches and ranks.
 
 Shapes: R trained tokens of a micro-batch, K teacher candidates.
 """
@@ -20,7 +21,7 @@ from hybrid_gkd.losses.head import RowStatistics
 def student_entropy(student: RowStatistics, _signals: Mapping[str, Tensor]) -> Tensor:
     """Return the entropy of the student's distribution as a score, [R].
 
-    Source: arXiv 2604.14084, in which half of the tokens teach as much as all of them.
+    Source: arXiv 2604.14084, in which half of the tokens are as effective as all of them.
     """
     return student.entropy
 
@@ -28,8 +29,8 @@ def student_entropy(student: RowStatistics, _signals: Mapping[str, Tensor]) -> T
 def confident_wrong(student: RowStatistics, signals: Mapping[str, Tensor]) -> Tensor:
     """Return q(x) (1 - p(x)) as a score, [R]: x is the student's most likely token, q the student, p the teacher.
 
-    Where x is none of the teacher's candidates, p(x) is its upper bound: the least likely candidate's probability, or
-    that of all tokens outside of them if this is less. Source: arXiv 2604.14084.
+    If x is not one of the teacher's candidates, p(x) is replaced by its upper bound: the probability of the least
+    likely candidate, or of all tokens outside of the candidates if this is less. Source: arXiv 2604.14084.
     """
     logprobs, tail = signals["teacher.logprobs"], signals["teacher.tail_logprobs"]
     is_top = signals["teacher.ids"] == student.top_ids[:, None]

@@ -1,12 +1,12 @@
 """Triton kernels for the K largest logits of every row and the log-sum-exp of the others, in one pass over the logits.
 
-The vocabulary is cut into blocks of BLOCK columns. One kernel reads the logits once: the maximum and the log-sum-exp
-of every block. The K largest logits lie in the K blocks with the largest maxima (each of them holds an element that is
-at least as large as the K-th maximum), so the second kernel chooses those blocks, and sums the others; the third reads
-the chosen ones again, chooses among their elements, and sums the other elements. Choosing is a search for the K-th
-largest value, bit by bit on the order-preserving integer image of a float.
+The vocabulary is split into blocks of BLOCK columns. The first kernel reads the logits and computes the maximum and the
+log-sum-exp of every block. The K largest logits are in the K blocks with the largest maxima, since each of these has an
+element that is at least the K-th maximum. The second kernel selects these blocks and sums the others; the third reads
+the selected blocks again, selects among their elements, and sums the other elements. Selection searches the K-th
+largest value bit by bit in the order-preserving integer representation of floats.
 
-Shapes: R rows, V columns (logits), N of them tokens, which alone count, B blocks.
+Shapes: R rows, V columns (logits), N of them tokens (others are ignored), B blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,11 +21,11 @@ from torch import Tensor
 TILE = 4096
 """Columns that one program of the first kernel reads."""
 MAX_TOPK = 512
-"""Above it the candidates of a row no longer fit into the registers of one program."""
+"""Maximum k: more candidates of a row do not fit into the registers of one program."""
 
 
 def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of the first N columns of every row, in any order, and the log-sum-exps of the others of these.
+    """Return the k largest of the first N columns of every row, in any order, and log-sum-exps of the others.
 
     Args:
         logits: [R, V] on a GPU, columns contiguous
@@ -83,7 +83,7 @@ def _block_statistics(
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
-    z = tl.where(columns < num_ids, z, -float("inf"))  # behind a wide load, which the other number may not allow
+    z = tl.where(columns < num_ids, z, -float("inf"))  # after a wide load, which a mask by num_ids may prevent
     place = (row * tl.num_programs(1) + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     tl.store(maxima + place, tl.max(tl.reshape(z, (TILE // BLOCK, BLOCK)), axis=1))
     scaled = tl.reshape(z * tl.load(inverse_temperatures + row), (TILE // BLOCK, BLOCK))
@@ -94,7 +94,7 @@ def _block_statistics(
 def _places(values, valid, k):
     """Place 0 to k - 1 of the k largest of the valid float32 in an array of their own, -1 for the others."""
     bits = values.to(tl.uint32, bitcast=True)
-    # They compare like the numbers, all of which are above zero.
+    # The keys are positive and in the order of the values.
     keys = tl.where(valid, tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000), 0)
     threshold = tl.zeros((1,), tl.uint32)
     bit = tl.full((1,), 0x80000000, tl.uint32)

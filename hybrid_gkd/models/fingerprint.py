@@ -29,9 +29,7 @@ def fingerprint(path: str) -> str:
     """Return a hash of a model's or adapter's config, and of name, size, safetensors header and samples of each weight
     file.
 
-    Empty if the model is not local.
-
-    Equal for copies of a folder on different machines.
+    Equal for copies of a folder on different machines; empty if the model is not local.
     """
     folder, found = local_folder(path), hashlib.sha256()
     files = sorted(folder.iterdir()) if folder is not None else []

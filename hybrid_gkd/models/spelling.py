@@ -1,4 +1,4 @@
-"""The bytes that the tokens of a tokenizer spell, and the tokens of bytes."""
+"""The bytes of a tokenizer's tokens, and the tokens of given bytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from hybrid_gkd.errors import ModelError
 
 PROBE = "Two Words"
-"""A text that a tokenizer must spell as it is."""
+"""Text whose tokens must have exactly its bytes."""
 KINDS = ("ByteLevel", "WordPiece", "Metaspace", "ByteFallback")
-"""Decoders of tokenizers whose tokens spell bytes."""
+"""Decoders of tokenizers whose tokens have known bytes."""
 
 
 def byte_characters() -> dict[str, int]:
@@ -25,14 +25,14 @@ def byte_characters() -> dict[str, int]:
 
 
 class Spelling:
-    """A tokenizer whose tokens spell bytes.
+    """A tokenizer whose tokens have known bytes.
 
     Args:
         tokenizer: a fast tokenizer: byte-level BPE, SentencePiece, or WordPiece, whose words include a space before.
         name: of the model, for messages.
-        ends: tokens that end a text, which spell nothing, as special tokens do.
+        ends: ids that end a text; like special tokens, they have no bytes.
 
-    Raises ModelError: another tokenizer, or one that changes the text.
+    Raises ModelError: another kind of tokenizer, or one that changes the text.
     """
 
     def __init__(self, tokenizer: Any, name: str, *, ends: Collection[int] = ()):
@@ -62,13 +62,13 @@ class Spelling:
             self.bytes[number] = None
         self.lengths = np.array([len(each or b"") for each in self.bytes], np.int64)
         self.by_bytes: dict[bytes, int] = {}
-        """Id by bytes: of several with the same ones that with the shortest text, which is no byte's number."""
+        """Id by bytes; of several tokens with the same bytes the one with the shortest text, not `<0x41>` for A."""
         for _, number in sorted(self.ids.items(), key=lambda entry: (-len(entry[0]), -entry[1])):
             if spelled := self.bytes[number]:
                 self.by_bytes[spelled] = number
         self._longest = max(map(len, self.by_bytes))
         self.lead = b" " if self.spell(self._encode("a")) == b" a" else b""
-        """A space that the first token of a text spells beside the text."""
+        """Space that the first token of a text has before the text; may be empty."""
         if (probed := self.spell(self._encode(PROBE))) != self.lead + PROBE.encode():
             raise ModelError(f"{name}: its tokens cannot be aligned by bytes: it encodes {PROBE!r} as {probed!r}")
 
@@ -77,10 +77,10 @@ class Spelling:
         return b"".join(self.bytes[number] or b"" for number in ids)
 
     def encode(self, data: bytes) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Return the tokens of a text, which need not be valid UTF-8, and where each one starts and ends, int64.
+        """Return the tokens of a text, which need not be valid UTF-8, and the start and end of each, int64.
 
-        They end early if the tokenizer has no token for a byte. A token with a space that the text does not have starts
-        before it.
+        The tokens end early at a byte that the tokenizer has no token for. A token with a leading space that is not in
+        the text starts before the text.
         """
         ids, places, start = list[int](), [np.zeros((2, 0), np.int64)], 0
         for run in _runs(data):
@@ -104,16 +104,16 @@ class Spelling:
         if spelled in (run, self.lead + run):
             ends = np.cumsum(lengths) - (len(spelled) - len(run))
             return encoded.ids, np.stack([ends - lengths, ends])
-        # The text is normalised, or has spaces that no token has: they belong to the token behind them.
+        # The text is normalised, or has spaces that no token has: these are counted to the following token.
         places = np.cumsum([0, *(len(character.encode()) for character in text)])
         ends = np.maximum.accumulate(places[[end for _, end in encoded.offsets]])
         ends[-1:] = len(run)
         return encoded.ids, np.stack([np.concatenate([[0], ends[:-1]])[: len(ends)], ends])
 
     def split(self, pieces: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """Return the tokens with which a text continues by each of the pieces; none where there are none.
+        """Return for each piece the tokens that continue a text with it; empty if it has none.
 
-        A piece that is a token is that token.
+        A piece with a token of its own is this token.
         """
         anchor = "\n" if self.lead else ""
         found: list[tuple[int, ...]] = [(self.by_bytes[each],) if each in self.by_bytes else () for each in pieces]

@@ -17,7 +17,7 @@ from hybrid_gkd.models.fingerprint import MAX_HEADER_BYTES, local_folder
 FLOATS = {
     "F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "F16": ("<u2", 0x1F << 10), "BF16": ("<u2", 0xFF << 7),
 }  # fmt: skip
-"""Unsigned integer of the size of each type, and the bits of its exponent, which are all set in infinities and NaN."""
+"""Type -> unsigned integer of its size, and the bits of its exponent, all of which are set in infinities and NaN."""
 SAMPLES, SAMPLE_BYTES = 3, 4096
 """Number and size of evenly spread samples of each tensor."""
 

@@ -77,7 +77,6 @@ class Adapters:
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
 
-
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Disable the adapters within the context.

@@ -33,11 +33,11 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
         seq-mean-token-sum-norm  N / (B L), L a constant; Dr. GRPO, arXiv 2503.20783, with L = max_response_length
 
     A term whose signal exists only for some of the samples is a mean over those: its factors are `weights/<term>`, 0
-    for the others. A signal that no sample has may still arrive for all; a teacher's not for samples that have
-    `weights/distillation`, which are 0, or with distillation.ensemble=sum that of its own term.
+    for the others. A signal that no sample has may still arrive for all. A teacher's does not arrive for samples that
+    have `weights/distillation` of 0 (with distillation.ensemble=sum: the weights of its own term).
 
     With `distillation.token_weights` a distillation term is divided by the sum of the weights instead of the number
-    of tokens; weights that are known already are in its factors.
+    of tokens; its factors include the weights that are already known.
 
     Raises TrainingError: no token is left in any term.
     """

@@ -106,7 +106,7 @@ def _disconnect() -> None:
 
 
 def _exit_at_once() -> None:
-    """End the process of a failed run before the libraries' own handlers, which are called after this one."""
+    """End the process of a failed run before the exit handlers of the libraries, which are called later."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

@@ -310,8 +310,10 @@ class WorkerGroup:
         return {name: each for part in written for name, each in part.items()}
 
     def take_snapshot(self, *, tokenizer_path: str | None) -> None:
-        """Copy the present state to the host for a later `write_snapshot`, None: without exports; requires
-        `saves_in_background`."""
+        """Copy the present state to the host for `write_snapshot`; requires `saves_in_background`.
+
+        `tokenizer_path`: for exports; None: without exports.
+        """
         self.actors.call("take_snapshot", tokenizer_path=tokenizer_path, timeout=self.actors.load_timeout)
 
     def write_snapshot(self, folder: Path) -> None:
@@ -345,13 +347,12 @@ class WorkerGroup:
         return self.actors.is_responsive()
 
     def keep_usable(self, *, actors: bool) -> list[Pool]:
-        """After a failure, take the pool that is intact from this group, for another one; empty if no other has lost a
-        worker.
+        """After a failure, take the intact pool out of this group for another one; empty unless a pool lost a worker.
 
-        Unfinished work is dropped, for which there are SETTLE_SECONDS. A pool in which a call has failed is not intact.
+        Unfinished work is dropped within SETTLE_SECONDS. A pool in which a call has failed is not intact.
 
         Args:
-            actors: whether training workers may be taken, whose weights are undefined; see `load_checkpoint`.
+            actors: whether training workers may be taken; their weights are undefined, see `load_checkpoint`.
 
         Raises RayLost.
         """

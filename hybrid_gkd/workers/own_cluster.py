@@ -31,7 +31,7 @@ if tail -n 1 "$1/starts.jsonl" 2>/dev/null | grep -qv '"end"'; then
     echo '{{"end": '"$(date +%s)"', "error": "{KILLED}"}}' >>"$1/starts.jsonl"
 fi
 sleep 1; rm -rf -- "$0"; kill -KILL 0"""
-"""Shell command for the end of its input, which is the end of a run without shutdown: log it in the run folder $1,
+"""Shell command run at the end of its input, that is of a run without shutdown: log it in the run folder $1,
 remove the folder $0, kill its group."""
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
 """Grace period for processes to end, and timeout for killed ones to disappear."""
@@ -91,24 +91,24 @@ def joining_group(group: int | None) -> Iterator[None]:
 
     An interruption would leave Ray without a record of the processes it has started.
     """
-    came: list[int] = []
+    received: list[int] = []
 
-    def remember(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+    def record(number: int, frame: FrameType | None) -> None:
+        received.append(number)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     is_main = threading.current_thread() is threading.main_thread()
     for number in SIGNALS:
         if is_main and before[number] != signal.SIG_IGN:
-            signal.signal(number, remember)
+            signal.signal(number, record)
     _joins.extend([] if group is None else [group])
     try:
         yield
     except SystemExit:  # from Ray's SIGTERM handler, which is active while Ray starts
-        came.append(signal.SIGTERM)
+        received.append(signal.SIGTERM)
     finally:
         _joins.clear()
         for number in SIGNALS if is_main else ():  # Ray's handlers would end the process without cleanup
             signal.signal(number, before[number])
-    for first in came[:1]:
+    for first in received[:1]:
         signal.raise_signal(first)

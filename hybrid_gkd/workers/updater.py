@@ -61,7 +61,7 @@ class Updater:
         self._accumulated: tuple[tuple[Sample, ...], ...] = ()
         """Micro-batches in the present gradients, kept until the optimizer step."""
         self._failed = False
-        """True after a part has failed; later parts, which may already be queued, must not become a step without it."""
+        """True after a part has failed: later parts, which may already be queued, must not be trained without it."""
         self._copy_seconds = 0.0
 
     def accumulate(self, part: MiniBatch) -> None:
@@ -72,15 +72,14 @@ class Updater:
     def update(self, batches: list[MiniBatch], *, last: bool = True) -> list[dict[str, float]]:
         """Take one optimizer step per mini-batch; return the metrics of each, equal on all ranks.
 
-        `last`: no further mini-batch of this rollout follows, and memory owners make room for the next phase.
+        `last`: no further mini-batch of this rollout follows, so that memory for the next phase is copied in advance.
 
-        Copies begin early: the optimizer state is copied block by block during the last backward pass, as far as the
-        peak activation memory allows; memory owners that the rollout does not need are copied at the end.
+        The optimizer state is copied block by block during the last backward pass, as far as the peak activation memory
+        allows; memory owners that the rollout does not need are copied at the end.
 
         Raises:
             DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not
-                fit, and
-                some weights may have changed.
+                fit, and some weights may have changed.
             WorkerError: an accumulated part has failed.
         """
         metrics = []

@@ -59,7 +59,7 @@ C = TypeVar("C")
 
 
 def failures_logged(cls: type[C]) -> type[C]:
-    """Log exceptions of public methods with their traceback to this process's log, which the messages name.
+    """Log exceptions of public methods with their traceback in this process's log file.
 
     Exceptions of libraries become WorkerErrors here, since their classes may not survive pickling to the driver.
     """
@@ -276,8 +276,8 @@ class Worker(GroupMember):
 
         An engine that has released its weights since then gets them again first. With tensor parallelism all ranks of a
         replica run the same requests and the first one yields the samples. Memory for the next phase is copied to the
-        device in the background as far as engine and teacher keep their workspace, else at the end. A cancelled call
-        ends after the engine's present step.
+        device in the background as far as the workspace of engine and teacher stays free, else at the end. A cancelled
+        call ends after the engine's present step.
         """
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
