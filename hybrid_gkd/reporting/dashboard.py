@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +22,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
 from hybrid_gkd.reporting.metric_table import METRICS, PATTERNS, SOURCES
-from hybrid_gkd.reporting.starts import STARTS
-from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.reporting.starts import rows_of_starts
 from hybrid_gkd.scoring.builtin_rewards import BUILTIN_REWARDS
 
 if TYPE_CHECKING:
@@ -146,12 +146,18 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 }  # fmt: skip
 NAMES_OF = {**PATTERNS, SOURCES: r"val/.+/(accuracy|reward_model|forward_kl|reverse_kl)"}
 """Regular expressions of the metric names behind the placeholders in `METRICS`."""
-REST = "More metrics"
-"""Last section: one panel for each metric without a panel."""
+REST, CONFIGURATION = "More metrics", "Configuration"
+"""Last sections: one panel for each metric without a panel, and the configuration."""
 
 
-def _distils(run: Config) -> bool:
-    return run.distillation.enabled
+_distils = operator.attrgetter("distillation.enabled")
+_filters_groups = operator.attrgetter("algorithm.filter_groups.enable")
+_is_hybrid = operator.attrgetter("actor_rollout_ref.hybrid_engine")
+
+
+def _on_gpu(run: Config) -> bool:
+    """Return whether a run uses GPUs; assumed for device=auto (`load_run` resolves it for a started run)."""
+    return run.trainer.device != "cpu"
 
 
 def _has_service(run: Config) -> bool:
@@ -165,10 +171,6 @@ def _validates(run: Config) -> bool:
 def _compares(run: Config) -> bool:
     """Return whether validation asks teachers for scores, which a store of scores does not have."""
     return _distils(run) and _validates(run) and not any(each.section.is_stored for each in run_teachers(run))
-
-
-def _several_updates(run: Config) -> bool:
-    return updates_per_step(run.data.train_batch_size, run.actor_rollout_ref.actor) > 1
 
 
 def _has_policy_loss(run: Config) -> bool:
@@ -185,19 +187,6 @@ def _can_fail(run: Config) -> bool:
     """Return whether a reward function runs in a separate process."""
     names = run.reward_weights.keys() - {MODEL}
     return any(name == CUSTOM or BUILTIN_REWARDS[name].can_hang for name in names)
-
-
-def _filters_groups(run: Config) -> bool:
-    return run.algorithm.filter_groups.enable
-
-
-def _on_gpu(run: Config) -> bool:
-    """Return whether a run uses GPUs; assumed for device=auto (`load_run` resolves it for a started run)."""
-    return run.trainer.device != "cpu"
-
-
-def _is_hybrid(run: Config) -> bool:
-    return run.actor_rollout_ref.hybrid_engine
 
 
 HELD: dict[str, Callable[[Config], bool]] = {
@@ -227,7 +216,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "actor/distillation/selected": lambda run: run.distillation.weighting is not None,
     "actor/distillation/<name>/": lambda run: run.distillation.ensemble == "sum",
     "actor/distillation/": _distils,
-    "actor/kl_loss/": lambda run: _distils(run) and _several_updates(run),
+    "actor/kl_loss/": lambda run: (
+        _distils(run) and updates_per_step(run.data.train_batch_size, run.actor_rollout_ref.actor) > 1
+    ),
     "actor/kl_loss": _distils,
     "actor/sft_loss": lambda run: run.data.response_key is not None
     and (run.sft_coef > 0 or run.trainer.warmup_steps_sft > 0),
@@ -279,12 +270,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     **dict.fromkeys(
         ("training/staleness", "response_length/clip_ratio", "response/repeated"), lambda run: not run.is_sft
     ),
-    **{
-        name: (
-            lambda run: _validates(run) and run.has_reward_functions and run.actor_rollout_ref.rollout.val_kwargs.n > 1
-        )
-        for name in SEVERAL_SAMPLES
-    },
+    **dict.fromkeys(SEVERAL_SAMPLES, lambda run: (
+        _validates(run) and run.has_reward_functions and run.actor_rollout_ref.rollout.val_kwargs.n > 1
+    )),
     "training/num_gen_batches": _filters_groups,
     "training/groups_with_signal": _filters_groups,
     "val/": _validates,
@@ -326,10 +314,10 @@ def build_workspace(entity: str, project: str, run: Config | None = None) -> Wor
     """Build the workspace without sending it."""
     import wandb_workspaces.workspaces as ws
 
-    planned = plan_panels(run).items()
-    sections = [ws.Section(name=name, panels=list(_plots(panels)), is_open=name != REST) for name, panels in planned]
-    sections[1:1] = [ws.Section(name="Samples", panels=[_samples()], is_open=True)] if reports(run, "val/") else []
-    sections.append(ws.Section(name="Configuration", panels=[_configurations()], is_open=False))
+    closed = (REST, CONFIGURATION)
+    sections = [
+        ws.Section(name=name, panels=panels, is_open=name not in closed) for name, panels in _sections(run).items()
+    ]
     return ws.Workspace(entity=entity, project=project, name=NAME, sections=sections)
 
 
@@ -337,41 +325,36 @@ def make_report(entity: str, project: str, run: Config | None = None) -> Any:
     """Build the report (wandb_workspaces.reports.v2.Report) without sending it."""
     import wandb_workspaces.reports.v2 as wr
 
-    sections = {name: list(_plots(panels)) for name, panels in plan_panels(run).items()}
-    if reports(run, "val/"):
-        sections["Samples"] = [_samples()]
-    sections["Configuration"] = [_configurations()]
     blocks: list[Any] = [wr.TableOfContents()]
-    for name, found in sections.items():
+    for name, panels in _sections(run).items():
         runset = wr.Runset(entity=entity, project=project)
-        blocks += [wr.H1(text=name), wr.PanelGrid(runsets=[runset], panels=found)]
+        blocks += [wr.H1(text=name), wr.PanelGrid(runsets=[runset], panels=panels)]
     return wr.Report(entity=entity, project=project, title=NAME, blocks=blocks, width="fluid")
 
 
-def _plots(panels: list[Panel]) -> Iterator[Any]:
+def _sections(run: Config | None) -> dict[str, list[Any]]:
+    """Return the panels of each section, as objects of wandb_workspaces: plots, samples after the first section, and
+    at the end the configuration keys that differ."""
     import wandb_workspaces.reports.v2 as wr
 
-    for panel in panels:
-        units = {METRICS[name][0] for name in panel.metrics} - {""}
-        patterns = [NAMES_OF[name] for name in panel.metrics if name in NAMES_OF]
-        yield wr.LinePlot(
-            title=panel.title, x="Step", y=[name for name in panel.metrics if name not in NAMES_OF],
-            metric_regex="|".join(patterns) or None, title_y=units.pop() if len(units) == 1 else None,
-            plot_type="stacked-area" if panel.stacked else "line",
-        )
+    found: dict[str, list[Any]] = {}
+    for name, panels in plan_panels(run).items():
+        found[name] = [_plot(panel) for panel in panels]
+        if len(found) == 1 and reports(run, "val/"):
+            found["Samples"] = [wr.WeavePanelSummaryTable(table_name="val/generations")]
+    return found | {CONFIGURATION: [wr.RunComparer(diff_only="split")]}
 
 
-def _samples() -> Any:
+def _plot(panel: Panel) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    return wr.WeavePanelSummaryTable(table_name="val/generations")
-
-
-def _configurations() -> Any:
-    """Return the panel of differing configuration keys."""
-    import wandb_workspaces.reports.v2 as wr
-
-    return wr.RunComparer(diff_only="split")
+    units = {METRICS[name][0] for name in panel.metrics} - {""}
+    patterns = [NAMES_OF[name] for name in panel.metrics if name in NAMES_OF]
+    return wr.LinePlot(
+        title=panel.title, x="Step", y=[name for name in panel.metrics if name not in NAMES_OF],
+        metric_regex="|".join(patterns) or None, title_y=units.pop() if len(units) == 1 else None,
+        plot_type="stacked-area" if panel.stacked else "line",
+    )
 
 
 def save_workspace(entity: str, project: str, run: Config | None = None, *, update: bool) -> str | None:
@@ -417,9 +400,9 @@ def specification(entity: str, project: str, run: Config | None = None) -> dict[
 
 def load_run(file: Path) -> Config:
     """Load a run's configuration; resolve trainer.device=auto to the device of its last start (starts.jsonl)."""
-    run, starts = load_config(config_name=file.name, config_path=file.parent), file.parent / STARTS
-    if run.trainer.device == "auto" and starts.is_file():
-        devices = [row["loaded"]["device"] for row in read_json_lines(starts) if "loaded" in row]
+    run = load_config(config_name=file.name, config_path=file.parent)
+    if run.trainer.device == "auto":
+        devices = [row["loaded"]["device"] for row in rows_of_starts(file.parent) if "loaded" in row]
         run.trainer.device = devices[-1] if devices else "auto"
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,13 +45,11 @@ class GrowingFile:
                 start, self._read = self._read, self._read + len(line)
                 yield start, line
 
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield new lines parsed as JSON with their byte offsets; skip invalid lines."""
-        for start, line in self.lines():
-            try:
-                yield start, json.loads(line)
-            except ValueError:  # truncated by a crash
-                continue
+    def rows(self) -> Iterator[Any]:
+        """Yield new lines parsed as JSON; skip invalid lines."""
+        for _, line in self.lines():
+            with contextlib.suppress(ValueError):  # truncated by a crash
+                yield json.loads(line)
 
 
 def step_of(line: bytes) -> int | None:
@@ -71,7 +70,5 @@ def last_rows(path: Path, num_bytes: int) -> Iterator[Any]:
         if size > num_bytes:
             file.readline()  # incomplete
         for line in file:
-            try:
+            with contextlib.suppress(ValueError):  # being written
                 yield json.loads(line)
-            except ValueError:  # being written
-                continue

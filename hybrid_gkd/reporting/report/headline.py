@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from hybrid_gkd.reporting.report.downsampling import Point
+from hybrid_gkd.reporting.report.run_folder import RunFolder
 
 Card = dict[str, Any]
 """Keys `label`, `value`, optionally `note` and `change` (better or worse)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
-    """Progress of a run."""
-
-    starts: list[dict[str, Any]]
-    """Starts of the run, from starts.jsonl."""
-    first: dict[str, float]
-    last: dict[str, float]
-    """First and newest value of each metric."""
-    points: Callable[[str], list[Point]]
-    """Function from a metric to its points; none if it was not measured."""
-    step: int
-    tokens: float
-    checkpoint_step: int | None
-    """Step of the newest checkpoint."""
-
-
-def headline(run: RunProgress, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
+def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
     """Return the cards of a run, for what its configuration measures; unknown values are a dash."""
     teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
     cards = []
@@ -65,9 +46,9 @@ def headline(run: RunProgress, config: dict[str, Any], state: dict[str, Any]) ->
     return cards
 
 
-def _cost_to_resume(run: RunProgress, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
+def _cost_to_resume(run: RunFolder, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
     """Return the card of the cost of a resume: steps since the last checkpoint, and loading."""
-    label, saved = "Cost to resume", run.checkpoint_step
+    label, saved = "Cost to resume", run.checkpoint_step()
     if state["outcome"] == "finished":
         return {"label": label, "value": "finished", "note": f"global_step_{saved}" if saved is not None else ""}
     ready = [start["ready"] - start["start"] for start in run.starts if "ready" in start]
@@ -81,7 +62,7 @@ def _cost_to_resume(run: RunProgress, config: dict[str, Any], state: dict[str, A
     return {"label": label, "value": again, "note": note}
 
 
-def _remaining_time(run: RunProgress, state: dict[str, Any]) -> str:
+def _remaining_time(run: RunFolder, state: dict[str, Any]) -> str:
     """Return the estimated remaining time, at the pace of the newest start; "" unless the run is active."""
     left = (state["total"] or 0) - run.step
     if state["outcome"] != "running" or left <= 0:
@@ -95,7 +76,7 @@ def _remaining_time(run: RunProgress, state: dict[str, Any]) -> str:
     return f"about {duration(pace * left)} left"
 
 
-def _validated(run: RunProgress, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+def _validated(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
     """Return the card of a validation metric: first, last and best value."""
     points, best = run.points(name), ""
     if points:
@@ -106,7 +87,7 @@ def _validated(run: RunProgress, name: str, label: str, form: str, note: str, *,
     return _change(run.first.get(name), run.last.get(name), label, form, _listed(best, note), rises=rises)
 
 
-def _trained(run: RunProgress, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+def _trained(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
     """Return the card of a training metric: means over the first and last tenth of the steps, to reduce noise."""
     points = run.points(name)
     tenth = max(1, len(points) // 10)

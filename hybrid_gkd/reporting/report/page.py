@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hybrid_gkd.reporting.metric_table import METRICS
+from hybrid_gkd.reporting.report.headline import headline
 from hybrid_gkd.reporting.report.run_folder import POINTS, RunFolder
 
 REPORT = "report.html"
@@ -28,8 +29,8 @@ def page_data(runs: Sequence[RunFolder], *, live: bool = False) -> bytes:
     for run in runs:
         run.refresh()
     found = [run.data() for run in runs]
-    for data, label in zip(found, labels([run.path for run in runs]), strict=True):
-        data["label"] = label
+    for run, data, label in zip(runs, found, labels([run.path for run in runs]), strict=True):
+        data |= {"label": label, "headline": headline(run, data["config"], data["state"])}
     keys = dict.fromkeys(key for data in found for key in data["config"])
     values = {key: [data["config"].get(key) for data in found] for key in keys}
     named = {name for data in found for name in data["metrics"]}

@@ -22,7 +22,6 @@ from hybrid_gkd.reporting.report.downsampling import (
     round_significant,
 )
 from hybrid_gkd.reporting.report.growing_file import GrowingFile, step_of
-from hybrid_gkd.reporting.report.headline import RunProgress, headline
 from hybrid_gkd.reporting.report.log_lines import RunLog
 from hybrid_gkd.reporting.report.timeline import representative_step
 from hybrid_gkd.reporting.starts import STARTS
@@ -66,6 +65,7 @@ class RunFolder:
         self._series: dict[str, Downsampled[Point]] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        """First and newest value of each metric."""
         self.step, self.tokens = 0, 0.0
 
     def _forget_lengths(self) -> None:
@@ -83,16 +83,16 @@ class RunFolder:
             self._token_places = {}
         if self._starts.replaced():
             self.starts, self.replaced = [], []
-        for _, row in self._starts.rows():
+        for row in self._starts.rows():
             if "start" in row:
                 self.starts.append(row)
             elif "resumed_step" in row:
                 self.replaced.append(row["resumed_step"])
             elif self.starts:
                 self.starts[-1] |= row
-        for _, row in self._metrics.rows():
+        for row in self._metrics.rows():
             self._take_metrics(row)
-        for _, row in self._lengths.rows():
+        for row in self._lengths.rows():
             if row["bin"] != self._bin:  # resumed with another limit: other bin width
                 self._forget_lengths()
                 self._bin = row["bin"]
@@ -118,20 +118,14 @@ class RunFolder:
         """Return the data of the page, with unescaped texts; call `refresh` first."""
         self.log.flush()
         config = self.config()
-        state = self.state()
         newest = self.starts[-1] if self.starts else {}
         axes: dict[tuple[int, ...], int] = {}
         metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
-        course = RunProgress(
-            starts=self.starts, first=self.first, last=self.last, points=self.points, step=self.step,
-            tokens=self.tokens, checkpoint_step=self.checkpoint_step(),
-        )  # fmt: skip
         measured = [name for name in PARTS if name in metrics]
         seconds = {name: round_significant(sum(point.total for point in self.points(name))) for name in measured}
         return {
-            "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
-            "headline": headline(course, config, state), "axes": list(axes), "metrics": metrics,
-            "seconds": seconds,
+            "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path),
+            "state": self.state(), "axes": list(axes), "metrics": metrics, "seconds": seconds,
             "timeline": representative_step(self.path), "card_gb": self.log.card_gb,
             "answers": self._chosen_samples(), "lengths": self._histograms(),
             "max_length": config.get("data.max_response_length"),

@@ -24,6 +24,7 @@ from hybrid_gkd.reporting.report.downsampling import (
     merge_counts,
     merge_points,
 )
+from hybrid_gkd.reporting.report.headline import headline
 from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
 from hybrid_gkd.reporting.report.page import html, labels, page_data
@@ -40,7 +41,12 @@ MAX_BYTES = 5_000_000
 def data_of(folder):
     run = RunFolder(folder)
     run.refresh()
-    return run.data()
+    return with_headline(run)
+
+
+def with_headline(run):
+    data = run.data()
+    return data | {"headline": headline(run, data["config"], data["state"])}
 
 
 def cards(data):
@@ -202,7 +208,7 @@ def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
     elapsed = run.last["timing/elapsed"]
     make_run(tmp_path, first=21, steps=40, resume=True, overrides=["actor_rollout_ref.actor.grad_clip=0.5"])
     run.refresh()
-    data = run.data()
+    data = with_headline(run)
     assert data["state"]["outcome"] == "finished"
     assert data["state"]["starts"] == 2
     assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 41))
