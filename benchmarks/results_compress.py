@@ -25,7 +25,7 @@ from results_report import spread
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from hybrid_gkd.data.prompts import read_rows
+from hybrid_gkd.data.prompts import Columns, read_rows
 from hybrid_gkd.demo.folders import DemoPaths, write_rows
 from hybrid_gkd.models.tokenizer import stop_token_ids
 
@@ -50,7 +50,7 @@ def make(args: argparse.Namespace) -> None:
         manifest[name] = {"parameters": sum(p.numel() for p in teacher.parameters())}
     paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for file, entries, key, limit in ((paths.train, args.train, "--train", None), (paths.val, args.val, "--val", 256)):
-        tables = read_rows(entries, key=key, prompt_key=args.prompt_key)
+        tables = read_rows(entries, Columns(prompt_key=args.prompt_key), key=key)
         rows = [{"prompt": chat[0]["content"]} for table in tables for chat in table.messages]
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         write_rows(file, [rows[i] for i in order[:limit]])

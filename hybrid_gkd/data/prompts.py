@@ -28,7 +28,15 @@ from hybrid_gkd.data.given import (
     tokenize_completion,
 )
 from hybrid_gkd.data.routing import TeacherColumn
-from hybrid_gkd.data.tables import UNPACKED_BYTES, Source, find_sources, read_table, short, short_names
+from hybrid_gkd.data.tables import (
+    UNPACKED_BYTES,
+    Source,
+    find_sources,
+    missing_column,
+    read_table,
+    short,
+    short_names,
+)
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Task
 
@@ -72,50 +80,43 @@ class Rows:
         return dataclasses.replace(self, given=[None] * len(self.given))
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Names of the columns to read, as `read_rows` takes them."""
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Columns to read, by the configuration keys that name them."""
 
-    prompt: str
-    answer: str | None
-    data_source: str
-    extra_info: bool
-    response: str | None
-    excluded_spans: str | None
-    teacher_prompt: str | None
-    teacher: TeacherColumn | None
+    prompt_key: str = "prompt"
+    """A string (one user message) or a list of chat messages."""
+    answer_key: str | None = None
+    """Ground truth, possibly dotted (`reward_model.ground_truth`); None reads none."""
+    data_source_key: str = DATA_SOURCE
+    """Name of the data set."""
+    extra_info: bool = False
+    """True to read the column of that name, if a table has it."""
+    response_key: str | None = None
+    """Given completions, a column of at least one table. The same as prompt_key: its last messages of the assistant."""
+    excluded_spans_key: str | None = None
+    """Character ranges of given completions that are not trained on."""
+    teacher_prompt_key: str | None = None
+    """Prompts for the teacher, as those of prompt_key; null takes the student's."""
+    teacher: TeacherColumn | None = None
+    """Key of each row's teacher; None with one teacher."""
 
 
 def read_rows(
-    entries: list[str], *, key: str, prompt_key: str = "prompt", answer_key: str | None = None,
-    data_source_key: str = DATA_SOURCE, extra_info: bool = False, response_key: str | None = None,
-    excluded_spans_key: str | None = None, teacher_prompt_key: str | None = None,
-    teacher: TeacherColumn | None = None, weights: list[float] | None = None, unpacked_bytes: float = UNPACKED_BYTES,
+    entries: list[str], columns: Columns, *, key: str, weights: list[float] | None = None,
+    unpacked_bytes: float = UNPACKED_BYTES,
 ) -> list[Rows]:  # fmt: skip
     """Read all tables of a configuration key: files, patterns, folders and hub data sets.
 
     Args:
         entries: value of the key.
         key: the configuration key, for messages.
-        prompt_key: column of a string (one user message) or a list of chat messages.
-        answer_key: column of the ground truth, possibly dotted (`reward_model.ground_truth`); None reads none.
-        data_source_key: column of the data set's name.
-        extra_info: True to read the column of that name, if a table has it.
-        response_key: column of given completions, of at least one table. With the column of prompts: its last
-            messages of the assistant.
-        excluded_spans_key: column of the character ranges of given completions that are not trained on.
-        teacher_prompt_key: column of prompts for the teacher, as those of prompt_key; null takes the student's.
-        teacher: column of the key of each row's teacher; None with one teacher.
         weights: of each entry; None: 1.
         unpacked_bytes: limit of the size of a compressed file's text.
 
     Raises:
         DataError: errors in the data, of several tables together.
     """
-    columns = _Columns(
-        prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key, teacher_prompt_key,
-        teacher,
-    )  # fmt: skip
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     # Resolve all entries first: a long download must not delay an error.
@@ -126,8 +127,8 @@ def read_rows(
         for source in entry
     )
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    if response_key is not None and response_key not in names:
-        rule = f"no row has a completion in the column {response_key!r} (data.response_key)"
+    if columns.response_key is not None and columns.response_key not in names:
+        rule = f"no row has a completion in the column {columns.response_key!r} (data.response_key)"
         raise DataError(f"{key}: {rule}; the columns of the files are: {', '.join(names)}")
     return tables
 
@@ -237,53 +238,50 @@ def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:
         logger.warning("%s: skipped %d of %d prompts %s", key, skipped, num_rows, limit)
 
 
-def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> Rows:
-    wanted = {columns.prompt, columns.data_source, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
-    wanted |= {name for name in (columns.response, columns.excluded_spans, columns.teacher_prompt) if name}
+def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> Rows:
+    wanted = {columns.prompt_key, columns.data_source_key, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
+    wanted |= {name for name in (columns.response_key, columns.excluded_spans_key, columns.teacher_prompt_key) if name}
     wanted |= {columns.teacher.name} if columns.teacher else set()
-    wanted |= set() if columns.answer is None else {columns.answer, columns.answer.split(".")[0]}
+    wanted |= set() if columns.answer_key is None else {columns.answer_key, columns.answer_key.split(".")[0]}
     names, rows = read_table(source, where, wanted)
-    listed = ", ".join(names)
-    if names and columns.prompt not in names:
-        raise DataError(f"{where}: no column {columns.prompt!r} (data.prompt_key); its columns are: {listed}")
+    if names and columns.prompt_key not in names:
+        raise missing_column(columns.prompt_key, "data.prompt_key", names, where)
     if not rows:
         raise DataError(f"{where}: has no rows")
-    if columns.teacher_prompt is not None and columns.teacher_prompt not in names:
-        raise DataError(
-            f"{where}: no column {columns.teacher_prompt!r} (data.teacher_prompt_key); its columns are: {listed}"
-        )
-    if columns.data_source not in (*names, DATA_SOURCE):
-        raise DataError(f"{where}: no column {columns.data_source!r} (data.reward_fn_key); its columns are: {listed}")
+    if columns.teacher_prompt_key is not None and columns.teacher_prompt_key not in names:
+        raise missing_column(columns.teacher_prompt_key, "data.teacher_prompt_key", names, where)
+    if columns.data_source_key not in (*names, DATA_SOURCE):
+        raise missing_column(columns.data_source_key, "data.reward_fn_key", names, where)
     chats, given = list[Chat](), list[GivenCompletion | None]()
     for row, values in enumerate(rows, 1):
         chat, answer = _chat_and_answer(values, columns, f"{where}, row {row}, column ")
         chats.append(chat)
         given.append(answer)
-    sources: list[Any] = _optional(rows, columns.data_source, str, "a text", where)
+    sources: list[Any] = _optional(rows, columns.data_source_key, str, "a text", where)
     infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
     tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
-    answers = _answers(names, rows, columns.answer, where)
+    answers = _answers(names, rows, columns.answer_key, where)
     shown = [_teacher_messages(values, columns, f"{where}, row {row}") for row, values in enumerate(rows, 1)]
     keys = columns.teacher.read(names, rows, where) if columns.teacher else [DEFAULT_TEACHER] * len(rows)
     return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight, names)
 
 
-def _teacher_messages(values: dict[str, Any], columns: _Columns, where: str) -> Chat | None:
+def _teacher_messages(values: dict[str, Any], columns: Columns, where: str) -> Chat | None:
     """Return the teacher's own prompt of a row; None if it has none."""
-    value = None if columns.teacher_prompt is None else values.get(columns.teacher_prompt)
-    return None if value is None else check_messages(value, f"{where}, column {columns.teacher_prompt!r}")
+    value = None if columns.teacher_prompt_key is None else values.get(columns.teacher_prompt_key)
+    return None if value is None else check_messages(value, f"{where}, column {columns.teacher_prompt_key!r}")
 
 
-def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
+def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
     """Return a row's prompt, and its given completion if there is one; `where` lacks the column name."""
-    prompt, of_prompt = values.get(columns.prompt), f"{where}{columns.prompt!r}"
-    if columns.response is None:
+    prompt, of_prompt = values.get(columns.prompt_key), f"{where}{columns.prompt_key!r}"
+    if columns.response_key is None:
         return check_messages(prompt, of_prompt), None
-    response = values.get(columns.response)
-    if columns.response == columns.prompt and isinstance(prompt, list):
+    response = values.get(columns.response_key)
+    if columns.response_key == columns.prompt_key and isinstance(prompt, list):
         prompt, response = split_chat(prompt)
-    spans = None if columns.excluded_spans is None else values.get(columns.excluded_spans)
-    answer = parse_completion(response or None, spans, f"{where}{columns.response!r}", _check_message)
+    spans = None if columns.excluded_spans_key is None else values.get(columns.excluded_spans_key)
+    answer = parse_completion(response or None, spans, f"{where}{columns.response_key!r}", _check_message)
     return check_messages(prompt, of_prompt), answer
 
 
@@ -292,9 +290,7 @@ def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | Non
         return [None] * len(rows)
     column, *path = [answer_key] if answer_key in names else answer_key.split(".")
     if column not in names:
-        raise DataError(
-            f"{where}: no column {column!r} (reward.answer_key={answer_key}); its columns are: {', '.join(names)}"
-        )
+        raise missing_column(column, f"reward.answer_key={answer_key}", names, where)
     return [
         _answer(values.get(column), path, f"{where}, row {row}, answer {answer_key!r} (reward.answer_key)")
         for row, values in enumerate(rows, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_gkd.config import DEFAULT_TEACHER, NAMED
-from hybrid_gkd.data.tables import short
+from hybrid_gkd.data.tables import missing_column, short
 from hybrid_gkd.errors import DataError
 
 
@@ -21,8 +21,7 @@ class TeacherColumn:
     def read(self, names: list[str], rows: list[dict[str, Any]], where: str) -> list[str]:
         """Return the key of each row's teacher; `names`: columns of the table. Raises DataError."""
         if self.name not in names:
-            listed = ", ".join(names)
-            raise DataError(f"{where}: no column {self.name!r} (distillation.teacher_key); its columns are: {listed}")
+            raise missing_column(self.name, "distillation.teacher_key", names, where)
         found = [each if each in self.keys else DEFAULT_TEACHER for each in (values.get(self.name) for values in rows)]
         for row, (key, values) in enumerate(zip(found, rows, strict=True), 1):
             if key not in self.keys:

@@ -6,7 +6,6 @@ key, the entry, the row (1-based) and the value.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import functools
@@ -209,19 +208,15 @@ def _open_text(path: Path, codec: str | None, where: str, limit: float, newline:
 
 def _not_utf8(file: BinaryIO, where: str) -> DataError:
     """Read a file again, and return the error with line and byte of the first sequence that is not UTF-8."""
-    decoder, start, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
-    while True:
-        block = file.read(READ_BYTES)
-        start -= len(decoder.getstate()[0])  # the beginning of a character, decoded with this block
+    start = 0
+    for number, line in enumerate(file, 1):
         try:
-            decoder.decode(block, final=not block)
+            line.decode()
         except UnicodeDecodeError as error:
-            line += error.object.count(b"\n", 0, error.start)
-            rule = f"must be UTF-8 text; got 0x{error.object[error.start]:02x} at byte {start + error.start}"
-            return DataError(f"{where}, line {line}: {rule}")
-        assert block, "the file has changed"
-        start += len(block)
-        line += block.count(b"\n")
+            rule = f"must be UTF-8 text; got 0x{line[error.start]:02x} at byte {start + error.start}"
+            return DataError(f"{where}, line {number}: {rule}")
+        start += len(line)
+    raise AssertionError("the file has changed")
 
 
 def _read_json(file: TextIO, where: str, wanted: Container[str]) -> Table:
@@ -348,6 +343,11 @@ def _read_dataset(load: Callable[[], Any], wanted: Container[str]) -> Table:
         datasets.logging.set_verbosity(verbosity)
         if had_bars:
             datasets.enable_progress_bars()
+
+
+def missing_column(column: str, key: str, names: list[str], where: str) -> DataError:
+    """Return the error that a table with the columns `names` lacks the one of a configuration key."""
+    return DataError(f"{where}: no column {column!r} ({key}); its columns are: {', '.join(names)}")
 
 
 def short(value: object) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
-from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error, rename_section
 from hybrid_gkd.launch.checks import Facts
@@ -195,10 +195,11 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     if not ends:
         rule = "so completions would never end; set eos_token in its tokenizer_config.json"
         raise ModelError(f"--ckpt-path {path}: defines no end-of-sequence token, {rule}")
-    tables = read_rows(
-        options.files, key=key, prompt_key=options.prompt_key, answer_key=options.answer_key,
-        data_source_key=options.reward_fn_key, extra_info=":" in (options.reward or ""),
+    columns = Columns(
+        prompt_key=options.prompt_key, answer_key=options.answer_key, data_source_key=options.reward_fn_key,
+        extra_info=":" in (options.reward or ""),
     )
+    tables = read_rows(options.files, columns, key=key)
     tasks = make_prompts(
         tables, key=key, tokenizer=tokenizer, max_prompt_length=2**31, truncation="error",
         filter_overlong_prompts=False, apply_chat_template_kwargs=options.apply_chat_template_kwargs,

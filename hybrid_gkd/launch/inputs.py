@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import torch
 from hybrid_gkd.compat.vllm.architectures import cannot_be_served, unknown_arguments
 from hybrid_gkd.compat.vllm.versions import vllm_available, vllm_version
 from hybrid_gkd.config import REWARD_MODEL_PATH, UNNAMED, Config, ModelConfig, RunTeacher, run_teachers
-from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors, rename_section
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.data_checks import (
@@ -254,22 +255,20 @@ def files(facts: Facts) -> str:
     """Read all rows, and check that each has a prompt, and an answer if rewards need one."""
     section, reward = facts.config.data, facts.config.reward
     of_completions = facts.config.distillation.teacher_prompt_fn is not None
-    read = functools.partial(
-        read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
+    read = functools.partial(read_rows, unpacked_bytes=1e9 * section.max_unpacked_gigabytes)
+    columns = Columns(
+        prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
         extra_info=reward.custom_reward_function.path is not None or of_completions,
+        response_key=section.response_key, excluded_spans_key=section.excluded_spans_key,
         teacher_prompt_key=section.teacher_prompt_key, teacher=teacher_column(facts.config),
-        unpacked_bytes=1e9 * section.max_unpacked_gigabytes,
     )  # fmt: skip
-    whole_chats = section.response_key == section.prompt_key
+    in_prompts = section.response_key if section.response_key == section.prompt_key else None
+    of_val = dataclasses.replace(columns, response_key=in_prompts, excluded_spans_key=None)
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
-        else read(
-            section.train_files, key="data.train_files", response_key=section.response_key,
-            excluded_spans_key=section.excluded_spans_key, weights=section.train_weights,
-        ),
-        lambda: [table.without_given() for table in read(
-            section.val_files, key="data.val_files", response_key=section.prompt_key if whole_chats else None,
-        )] if section.val_files else [],
+        else read(section.train_files, columns, key="data.train_files", weights=section.train_weights),
+        lambda: [table.without_given() for table in read(section.val_files, of_val, key="data.val_files")]
+        if section.val_files else [],
     ])  # fmt: skip
     facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError
 
@@ -26,7 +26,7 @@ def tokenizer(template=CHATML):
 def load(tmp_path, rows, *, template=CHATML, columns=(), **changes):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     names = {"response_key": "response", "excluded_spans_key": "spans"} | dict(columns)
-    read = read_rows([str(tmp_path / "rows.jsonl")], key="data.train_files", **names)
+    read = read_rows([str(tmp_path / "rows.jsonl")], Columns(**names), key="data.train_files")
     options = {
         "max_prompt_length": 512, "max_response_length": 512, "truncation": "error", "filter_overlong_prompts": False,
         "apply_chat_template_kwargs": {}, "tokenizer": tokenizer(template),
@@ -163,7 +163,7 @@ def test_a_completion_without_a_trained_token_is_named_once_by_its_own_file(tmp_
     for name, row in (("first", whole), ("second", whole | {"spans": []})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
-    read = read_rows(files, key="data.train_files", response_key="response", excluded_spans_key="spans")
+    read = read_rows(files, Columns(response_key="response", excluded_spans_key="spans"), key="data.train_files")
     with pytest.raises(DataError, match=r"^data\.train_files: '[^']*first\.jsonl', row 1: no token of the given") as it:
         make_prompts(
             read, key="data.train_files", max_prompt_length=64, max_response_length=64, truncation="error",
@@ -177,7 +177,7 @@ def test_a_column_of_completions_that_no_file_has_is_named_with_those_of_the_fil
     for name, row in (("first", {"prompt": "a", "answer": "b"}), ("second", {"prompt": "a", "response": "b"})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
-    assert len(read_rows(files, key="data.train_files", response_key="response")) == 2
+    assert len(read_rows(files, Columns(response_key="response"), key="data.train_files")) == 2
     message = r"^data\.train_files: .* 'reponse' \(data\.response_key\); the columns of the files are: prompt, answer, "
     with pytest.raises(DataError, match=message):
-        read_rows(files, key="data.train_files", response_key="reponse")
+        read_rows(files, Columns(response_key="reponse"), key="data.train_files")

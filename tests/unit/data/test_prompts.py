@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.routing import TeacherColumn
 from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
@@ -29,7 +29,7 @@ def load(*files, **changes):
         "filter_overlong_prompts": False,
         "apply_chat_template_kwargs": {},
     }
-    rows = read_rows([str(file) for file in files], key=key, **columns)
+    rows = read_rows([str(file) for file in files], Columns(**columns), key=key)
     return make_prompts(rows, key=key, **(arguments | changes))
 
 
@@ -467,12 +467,12 @@ def test_compressed_text_has_a_limit_that_a_key_raises(write, name):
     """The rest of the file is not unpacked: its damaged end is not noticed."""
     text = f'{{"prompt": "{"x" * 3_000_000}"}}' if name != "a.csv" else f"prompt\n{'x' * 3_000_000}\n"
     file = write(pa.compress(text.encode(), "gzip", asbytes=True), f"{name}.gz")
-    (rows,) = read_rows([str(file)], key="data.train_files", unpacked_bytes=len(text))
+    (rows,) = read_rows([str(file)], Columns(), key="data.train_files", unpacked_bytes=len(text))
     assert rows.messages == [[{"role": "user", "content": "x" * 3_000_000}]]
     cut = write(file.read_bytes()[:-20], f"cut.{name}.gz")
     rule = r"its text must have at most 0\.001 GB \(data\.max_unpacked_gigabytes\); it has more"
     with pytest.raises(DataError, match=rf"^data\.train_files: '.*cut\.{name}\.gz': {rule}$"):
-        read_rows([str(cut)], key="data.train_files", unpacked_bytes=1e6)
+        read_rows([str(cut)], Columns(), key="data.train_files", unpacked_bytes=1e6)
 
 
 def test_only_the_columns_that_are_used_are_held(write):
