@@ -51,7 +51,7 @@ def make(args: argparse.Namespace) -> None:
     paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for file, entries, key, limit in ((paths.train, args.train, "--train", None), (paths.val, args.val, "--val", 256)):
         tables = read_rows(entries, Columns(prompt_key=args.prompt_key), key=key)
-        rows = [{"prompt": chat[0]["content"]} for table in tables for chat in table.messages]
+        rows = [{"prompt": row.messages[0]["content"]} for table in tables for row in table.rows]
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         write_rows(file, [rows[i] for i in order[:limit]])
         print(f"{file}: {len(order[:limit])} prompts")

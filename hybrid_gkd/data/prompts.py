@@ -28,15 +28,7 @@ from hybrid_gkd.data.given import (
     tokenize_completion,
 )
 from hybrid_gkd.data.routing import TeacherColumn
-from hybrid_gkd.data.tables import (
-    UNPACKED_BYTES,
-    Source,
-    find_sources,
-    missing_column,
-    read_table,
-    short,
-    short_names,
-)
+from hybrid_gkd.data.tables import UNPACKED_BYTES, Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Task
 
@@ -50,26 +42,33 @@ DATA_SOURCE, EXTRA_INFO = "data_source", "extra_info"
 for custom reward functions."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A checked row of a table."""
+
+    messages: Chat
+    teacher_messages: Chat | None = None
+    """Prompt of the teacher alone; None if it reads the student's."""
+    teacher: str = DEFAULT_TEACHER
+    """Key of the teacher that scores the row."""
+    tools: Tools = None
+    answer: str | None = None
+    """Ground truth; None without an answer column."""
+    data_source: str | None = None
+    extra_info: dict[str, Any] | None = None
+    given: GivenCompletion | None = None
+    """Given completion; None if the student generates one."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The checked rows of one table."""
+    """The rows of one table."""
 
     where: str
     """Beginning of messages about the rows: configuration key and table name."""
     name: str
     """Name of the table in the configuration."""
-    messages: list[Chat]
-    teacher_messages: list[Chat | None]
-    """Prompts of the teacher alone; None if it reads the student's."""
-    teachers: list[str]
-    """Keys of the teachers that score the rows."""
-    tools: list[Tools]
-    answers: list[str | None]
-    """Ground truths; None without an answer column."""
-    data_sources: list[str | None]
-    extra_infos: list[dict[str, Any] | None]
-    given: list[GivenCompletion | None]
-    """Given completions; None if the student generates one."""
+    rows: list[Row]
     weight: float
     """Fraction of the rows in an epoch."""
     columns: Sequence[str] = ()
@@ -77,7 +76,7 @@ class Rows:
 
     def without_given(self) -> Rows:
         """Return the prompts alone, for validation."""
-        return dataclasses.replace(self, given=[None] * len(self.given))
+        return dataclasses.replace(self, rows=[dataclasses.replace(row, given=None) for row in self.rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +153,8 @@ def make_prompts(
     for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
         tokenize = functools.partial(
             tokenize_chats, tokenizer=tokenizer, options=apply_chat_template_kwargs, where=table.where,
-            tools=table.tools,
         )
-        all_ids = tokenize(table.messages)
+        all_ids = tokenize([row.messages for row in table.rows], tools=[row.tools for row in table.rows])
         lengths = list(map(len, all_ids))
         others = _teacher_prompts(table, tokenize, teacher_templates, teacher_tokenizers)
         other_lengths = [0] * len(all_ids) if others is None else list(map(len, others))
@@ -173,27 +171,27 @@ def make_prompts(
                 continue
         _warn_about_ended(all_ids, tokenizer, table.where)
         before = len(prompts)
-        for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
-            fits = length <= max_prompt_length and other_lengths[row] <= teacher_limit
-            fits &= answer_lengths[row] <= max_response_length
+        for place, (row, length, answer) in enumerate(zip(table.rows, lengths, answers, strict=True)):
+            fits = length <= max_prompt_length and other_lengths[place] <= teacher_limit
+            fits &= answer_lengths[place] <= max_response_length
             if fits or not filter_overlong_prompts:
-                token_ids = _truncate(all_ids[row], max_prompt_length, truncation)
+                token_ids = _truncate(all_ids[place], max_prompt_length, truncation)
                 prompts.append(Task(
-                    index=num_rows + row, token_ids=token_ids,
-                    teacher_ids=None if others is None else _truncate(others[row], teacher_limit, truncation),
-                    **fit(answer, len(all_ids[row]), len(token_ids)) if answer else {},
-                    messages=table.messages[row] if keep_messages else None, tools=table.tools[row],
-                    text=_user_text(table.messages[row]), answer=table.answers[row],
-                    data_source=table.data_sources[row], extra_info=table.extra_infos[row],
-                    file=file, weight=table.weight, teacher=table.teachers[row],
+                    index=num_rows + place, token_ids=token_ids,
+                    teacher_ids=None if others is None else _truncate(others[place], teacher_limit, truncation),
+                    **fit(answer, length, len(token_ids)) if answer else {},
+                    messages=row.messages if keep_messages else None, tools=row.tools, text=_user_text(row.messages),
+                    answer=row.answer, data_source=row.data_source, extra_info=row.extra_info,
+                    file=file, weight=table.weight, teacher=row.teacher,
                 ))  # fmt: skip
         problems += _untrained(prompts[before:], num_rows, table.where)
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
-    if teacher_tokenizers or any(teacher_templates.values()) or any(any(table.teacher_messages) for table in tables):
+    rows = [row for table in tables for row in table.rows]
+    if teacher_tokenizers or any(teacher_templates.values()) or any(row.teacher_messages for row in rows):
         limit += f", or the teacher's than {teacher_limit}"
-    if any(any(table.given) for table in tables):
+    if any(row.given for row in rows):
         limit += f", or their given completions than data.max_response_length={max_response_length}"
     _report_skipped(key, num_rows - len(prompts), num_rows, limit)
     return prompts
@@ -214,18 +212,20 @@ def _teacher_prompts(
     tokenizers: Mapping[str, Any],
 ) -> list[list[int]] | None:
     """Return the token ids of the prompts that the teachers read; None if they are the student's."""
-    if not tokenizers and not any(templates.values()) and not any(table.teacher_messages):
+    if not tokenizers and not any(templates.values()) and not any(row.teacher_messages for row in table.rows):
         return None
-    shown = [own or student for own, student in zip(table.teacher_messages, table.messages, strict=True)]
-    chosen = [templates.get(key) for key in table.teachers]
-    found = [list[int]()] * len(shown)
+    found = [list[int]()] * len(table.rows)
     for key in (None, *tokenizers):  # None: all whose tokenizer is the student's
-        rows = [row for row, each in enumerate(table.teachers) if (each if each in tokenizers else None) == key]
-        chats, of_rows, tools = ([values[row] for row in rows] for values in (shown, chosen, table.tools))
-        own = {} if key is None else {"tokenizer": tokenizers[key]}
-        all_ids = tokenize(chats, templates=of_rows, tools=tools, rows=[row + 1 for row in rows], **own)
-        for row, ids in zip(rows, all_ids, strict=True):
-            found[row] = ids
+        numbered = enumerate(table.rows, 1)
+        rows = {n: row for n, row in numbered if (row.teacher if row.teacher in tokenizers else None) == key}
+        all_ids = tokenize(
+            [row.teacher_messages or row.messages for row in rows.values()],
+            templates=[templates.get(row.teacher) for row in rows.values()],
+            tools=[row.tools for row in rows.values()], rows=[*rows],
+            **{} if key is None else {"tokenizer": tokenizers[key]},
+        )  # fmt: skip
+        for number, ids in zip(rows, all_ids, strict=True):
+            found[number - 1] = ids
     return found
 
 
@@ -244,66 +244,67 @@ def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> R
     wanted |= {columns.teacher.name} if columns.teacher else set()
     wanted |= set() if columns.answer_key is None else {columns.answer_key, columns.answer_key.split(".")[0]}
     names, rows = read_table(source, where, wanted)
-    if names and columns.prompt_key not in names:
-        raise missing_column(columns.prompt_key, "data.prompt_key", names, where)
+    answer_path = []
+    if columns.answer_key is not None:
+        answer_path = [columns.answer_key] if columns.answer_key in names else columns.answer_key.split(".")
+    needed = {
+        "data.prompt_key": columns.prompt_key,
+        "data.teacher_prompt_key": columns.teacher_prompt_key,
+        "data.reward_fn_key": None if columns.data_source_key == DATA_SOURCE else columns.data_source_key,
+        f"reward.answer_key={columns.answer_key}": answer_path[0] if answer_path else None,
+        "distillation.teacher_key": columns.teacher.name if columns.teacher else None,
+    }
+    for key, column in needed.items():
+        if names and column is not None and column not in names:
+            raise DataError(f"{where}: no column {column!r} ({key}); its columns are: {', '.join(names)}")
     if not rows:
         raise DataError(f"{where}: has no rows")
-    if columns.teacher_prompt_key is not None and columns.teacher_prompt_key not in names:
-        raise missing_column(columns.teacher_prompt_key, "data.teacher_prompt_key", names, where)
-    if columns.data_source_key not in (*names, DATA_SOURCE):
-        raise missing_column(columns.data_source_key, "data.reward_fn_key", names, where)
-    chats, given = list[Chat](), list[GivenCompletion | None]()
-    for row, values in enumerate(rows, 1):
-        chat, answer = _chat_and_answer(values, columns, f"{where}, row {row}, column ")
-        chats.append(chat)
-        given.append(answer)
-    sources: list[Any] = _optional(rows, columns.data_source_key, str, "a text", where)
-    infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
-    tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
-    answers = _answers(names, rows, columns.answer_key, where)
-    shown = [_teacher_messages(values, columns, f"{where}, row {row}") for row, values in enumerate(rows, 1)]
-    keys = columns.teacher.read(names, rows, where) if columns.teacher else [DEFAULT_TEACHER] * len(rows)
-    return Rows(where, source.name, chats, shown, keys, tools, answers, sources, infos, given, weight, names)
+    checked = [
+        _read_row(values, columns, answer_path, f"{where}, row {number}") for number, values in enumerate(rows, 1)
+    ]
+    return Rows(where, source.name, checked, weight, names)
 
 
-def _teacher_messages(values: dict[str, Any], columns: Columns, where: str) -> Chat | None:
-    """Return the teacher's own prompt of a row; None if it has none."""
-    value = None if columns.teacher_prompt_key is None else values.get(columns.teacher_prompt_key)
-    return None if value is None else check_messages(value, f"{where}, column {columns.teacher_prompt_key!r}")
+def _read_row(values: dict[str, Any], columns: Columns, answer_path: list[str], where: str) -> Row:
+    """Return the checked row of a table. `answer_path`: column of the ground truth, then the fields within it."""
+    messages, given = _prompt_and_completion(values, columns, where)
+    shown = None if columns.teacher_prompt_key is None else values.get(columns.teacher_prompt_key)
+    if shown is not None:
+        shown = check_messages(shown, f"{where}, column {columns.teacher_prompt_key!r}")
+    answer = None
+    if answer_path:
+        place = f"{where}, answer {columns.answer_key!r} (reward.answer_key)"
+        answer = _answer(values.get(answer_path[0]), answer_path[1:], place)
+    return Row(
+        messages=messages, teacher_messages=shown, given=given, answer=answer,
+        tools=_tools(values.get(TOOLS), f"{where}, column {TOOLS!r}"),
+        teacher=DEFAULT_TEACHER if columns.teacher is None else columns.teacher.key_of(values, where),
+        data_source=_optional(values, columns.data_source_key, str, "a text", where),
+        extra_info=_optional(values, EXTRA_INFO, dict, "an object", where),
+    )  # fmt: skip
 
 
-def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
-    """Return a row's prompt, and its given completion if there is one; `where` lacks the column name."""
-    prompt, of_prompt = values.get(columns.prompt_key), f"{where}{columns.prompt_key!r}"
+def _prompt_and_completion(
+    values: dict[str, Any], columns: Columns, where: str
+) -> tuple[Chat, GivenCompletion | None]:
+    """Return a row's prompt, and its given completion if there is one."""
+    prompt, of_prompt = values.get(columns.prompt_key), f"{where}, column {columns.prompt_key!r}"
     if columns.response_key is None:
         return check_messages(prompt, of_prompt), None
     response = values.get(columns.response_key)
     if columns.response_key == columns.prompt_key and isinstance(prompt, list):
         prompt, response = split_chat(prompt)
     spans = None if columns.excluded_spans_key is None else values.get(columns.excluded_spans_key)
-    answer = parse_completion(response or None, spans, f"{where}{columns.response_key!r}", _check_message)
+    answer = parse_completion(response or None, spans, f"{where}, column {columns.response_key!r}", _check_message)
     return check_messages(prompt, of_prompt), answer
 
 
-def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | None, where: str) -> list[str | None]:
-    if answer_key is None:
-        return [None] * len(rows)
-    column, *path = [answer_key] if answer_key in names else answer_key.split(".")
-    if column not in names:
-        raise missing_column(column, f"reward.answer_key={answer_key}", names, where)
-    return [
-        _answer(values.get(column), path, f"{where}, row {row}, answer {answer_key!r} (reward.answer_key)")
-        for row, values in enumerate(rows, 1)
-    ]
-
-
-def _optional(rows: list[dict[str, Any]], column: str, kind: type, rule: str, where: str) -> list[Any]:
-    """Return the values of an optional column."""
-    found = [values.get(column) for values in rows]
-    for row, value in enumerate(found, 1):
-        if value is not None and not isinstance(value, kind):
-            raise DataError(f"{where}, row {row}, column {column!r}: must be {rule}; got {short(value)}")
-    return found
+def _optional(values: dict[str, Any], column: str, kind: type, rule: str, where: str) -> Any:
+    """Return the value of an optional column."""
+    value = values.get(column)
+    if value is not None and not isinstance(value, kind):
+        raise DataError(f"{where}, column {column!r}: must be {rule}; got {short(value)}")
+    return value
 
 
 def check_messages(value: object, where: str) -> Chat:
@@ -373,11 +374,11 @@ def _given_tokens(
 ) -> list[GivenTokens | None]:
     """Tokenize the given completions of a table."""
     found = list[GivenTokens | None]()
-    for row, (answer, prompt_ids) in enumerate(zip(table.given, all_ids, strict=True)):
-        where = f"{table.where}, row {row + 1}"
-        render = functools.partial(renderer(tokenizer, options, where), tools=table.tools[row])
-        found.append(None if answer is None else tokenize_completion(
-            answer, table.messages[row], prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
+    for number, (row, prompt_ids) in enumerate(zip(table.rows, all_ids, strict=True), 1):
+        where = f"{table.where}, row {number}"
+        render = functools.partial(renderer(tokenizer, options, where), tools=row.tools)
+        found.append(None if row.given is None else tokenize_completion(
+            row.given, row.messages, prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
             render=render if tokenizer.chat_template else None,
         ))  # fmt: skip
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_gkd.config import DEFAULT_TEACHER, NAMED
-from hybrid_gkd.data.tables import missing_column, short
+from hybrid_gkd.data.tables import short
 from hybrid_gkd.errors import DataError
 
 
@@ -18,15 +18,13 @@ class TeacherColumn:
     keys: tuple[str, ...]
     """Keys of the teachers; DEFAULT_TEACHER among them scores the rows without one of the others."""
 
-    def read(self, names: list[str], rows: list[dict[str, Any]], where: str) -> list[str]:
-        """Return the key of each row's teacher; `names`: columns of the table. Raises DataError."""
-        if self.name not in names:
-            raise missing_column(self.name, "distillation.teacher_key", names, where)
-        found = [each if each in self.keys else DEFAULT_TEACHER for each in (values.get(self.name) for values in rows)]
-        for row, (key, values) in enumerate(zip(found, rows, strict=True), 1):
-            if key not in self.keys:
-                raise DataError(
-                    f"{where}, row {row}, column {self.name!r} (distillation.teacher_key): must be the key of one of "
-                    f"{NAMED}: {', '.join(self.keys)}; got {short(values.get(self.name))}"
-                )
-        return found
+    def key_of(self, values: dict[str, Any], where: str) -> str:
+        """Return the key of a row's teacher. Raises DataError."""
+        value = values.get(self.name)
+        key = value if value in self.keys else DEFAULT_TEACHER
+        if key not in self.keys:
+            raise DataError(
+                f"{where}, column {self.name!r} (distillation.teacher_key): must be the key of one of {NAMED}: "
+                f"{', '.join(self.keys)}; got {short(value)}"
+            )
+        return key

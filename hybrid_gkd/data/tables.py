@@ -345,11 +345,6 @@ def _read_dataset(load: Callable[[], Any], wanted: Container[str]) -> Table:
             datasets.enable_progress_bars()
 
 
-def missing_column(column: str, key: str, names: list[str], where: str) -> DataError:
-    """Return the error that a table with the columns `names` lacks the one of a configuration key."""
-    return DataError(f"{where}: no column {column!r} ({key}); its columns are: {', '.join(names)}")
-
-
 def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

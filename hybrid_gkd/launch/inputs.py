@@ -270,8 +270,8 @@ def files(facts: Facts) -> str:
         lambda: [table.without_given() for table in read(section.val_files, of_val, key="data.val_files")]
         if section.val_files else [],
     ])  # fmt: skip
-    facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
-    parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
+    facts.first_chat = next((table.rows[0].messages for table in facts.train_rows + facts.val_rows), None)
+    parts = (f"{sum(len(t.rows) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
     return "{} for training, {} for validation, each with a prompt".format(*parts)
 
 

@@ -131,18 +131,17 @@ def data_checksums(prompts: Collection[Task], tables: Collection[Rows], *, answe
     date), the given completions, and with `answers` the reference answers of the rewards.
     """
     texts: dict[str, Iterable[str]] = {"prompts": (prompt.text for prompt in prompts)}
-    rows = (row for table in tables for row in zip(table.messages, table.tools, strict=True))
-    texts["messages"] = (json.dumps(row, sort_keys=True, default=str) for row in rows)
+    rows = [row for table in tables for row in table.rows]
+    texts["messages"] = (json.dumps([row.messages, row.tools], sort_keys=True, default=str) for row in rows)
     if answers:
         texts["answers"] = (f"{prompt.answer}\n" for prompt in prompts)
-    given = [(each.messages, each.excluded) for table in tables for each in table.given if each is not None]
+    given = [(row.given.messages, row.given.excluded) for row in rows if row.given is not None]
     if given:
         texts["given answers"] = (json.dumps(each, sort_keys=True, default=str) for each in given)
     if any(prompt.teacher != DEFAULT_TEACHER for prompt in prompts):
         texts["teachers"] = (f"{prompt.teacher}\n" for prompt in prompts)
-    if any(any(table.teacher_messages) for table in tables):
-        own = (messages for table in tables for messages in table.teacher_messages)
-        texts["teacher prompts"] = (json.dumps(each, sort_keys=True, default=str) for each in own)
+    if any(row.teacher_messages for row in rows):
+        texts["teacher prompts"] = (json.dumps(row.teacher_messages, sort_keys=True, default=str) for row in rows)
     return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
 
 
@@ -164,8 +163,8 @@ def _checksum(texts: Iterable[str]) -> str:
 def changed_settings(was: dict[str, Any], now: dict[str, Any], *, folder: str = "") -> list[str]:
     """Return `key: was -> now` for each differing setting; settings present on one side only are ignored.
 
-    Two spellings of one path are equal; relative paths in `was` are relative to `folder`, if given. So are two folders
-    with a teacher of the same weights.
+    Two spellings of one path are equal; relative paths in `was` are relative to `folder`, if given. Two
+    teacher folders with the same weights are equal too.
     """
     moved = {key.removesuffix(WEIGHTS) for key in was if key.endswith(WEIGHTS) and was[key] == now.get(key)}
     shared = (key for key in was if key in now and key not in moved)

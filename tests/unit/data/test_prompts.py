@@ -468,7 +468,7 @@ def test_compressed_text_has_a_limit_that_a_key_raises(write, name):
     text = f'{{"prompt": "{"x" * 3_000_000}"}}' if name != "a.csv" else f"prompt\n{'x' * 3_000_000}\n"
     file = write(pa.compress(text.encode(), "gzip", asbytes=True), f"{name}.gz")
     (rows,) = read_rows([str(file)], Columns(), key="data.train_files", unpacked_bytes=len(text))
-    assert rows.messages == [[{"role": "user", "content": "x" * 3_000_000}]]
+    assert rows.rows[0].messages == [{"role": "user", "content": "x" * 3_000_000}]
     cut = write(file.read_bytes()[:-20], f"cut.{name}.gz")
     rule = r"its text must have at most 0\.001 GB \(data\.max_unpacked_gigabytes\); it has more"
     with pytest.raises(DataError, match=rf"^data\.train_files: '.*cut\.{name}\.gz': {rule}$"):

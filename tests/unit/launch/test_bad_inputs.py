@@ -61,9 +61,10 @@ def test_chats_that_end_with_an_answer_are_validated_by_their_prompts(tmp_path):
     facts = Facts(load_config([*files, *models, "data.response_key=prompt"]))
     inputs.files(facts)
     (train,), (val,) = facts.train_rows, facts.val_rows
-    assert train.messages == val.messages == [chat[:1] for chat in chats]
-    assert None not in train.given
-    assert val.given == [None] * 3
+    prompts = [chat[:1] for chat in chats]
+    assert [row.messages for row in train.rows] == [row.messages for row in val.rows] == prompts
+    assert None not in [row.given for row in train.rows]
+    assert [row.given for row in val.rows] == [None] * 3
 
 
 @pytest.mark.slow

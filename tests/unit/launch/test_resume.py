@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.data.prompts import Rows
+from hybrid_gkd.data.prompts import Row, Rows
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.ppo import resuming
@@ -264,7 +264,7 @@ def test_a_moved_model_is_listed_and_has_to_be_allowed(old, tmp_path):
 
 def rows_of(system, tools=None):
     chat = [{"role": "system", "content": system}, {"role": "user", "content": "1+1"}]
-    return Rows("where", "name", [chat], [None], ["default"], [tools], [None], [None], [None], [None], 1.0)
+    return Rows("where", "name", [Row(messages=chat, tools=tools)], 1.0)
 
 
 @pytest.mark.parametrize("changed", [rows_of("Lie."), rows_of("Be kind.", [{"type": "function"}])])
