@@ -18,7 +18,7 @@ from pathlib import Path
 from hybrid_gkd.config.loading import load_config, to_dict
 from hybrid_gkd.reporting.metric_table import METRICS, PATTERNS
 from hybrid_gkd.reporting.report.command import EVERY_SECONDS
-from hybrid_gkd.reporting.report.page import write_report
+from hybrid_gkd.reporting.report.page import REPORT, write_report
 from hybrid_gkd.reporting.report.run_folder import RunFolder
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.types import Generation, RunInfo
@@ -55,7 +55,7 @@ def measure(steps: int, folder: Path) -> None:
         run, seconds = RunFolder(config.run_dir), []
         for writing in range(1 + WRITINGS):
             before = time.process_time()
-            page = write_report(run)
+            page = write_report([run], run.path / REPORT)
             seconds.append(time.process_time() - before)
             begin = steps + 1 + writing * NEW_STEPS
             write_steps(tracking, range(begin, begin + NEW_STEPS))

@@ -48,11 +48,11 @@ from hybrid_gkd.types import (
 from hybrid_gkd.workers.batches import mean_metrics
 
 UNSCORED: Future[Any] = Future()
-"""In the place of the scores of a sample without teacher (`distillation.teacher_prompt_fn`); its result is None."""
+"""Placeholder for the scores of a sample without teacher (`distillation.teacher_prompt_fn`); its result is None."""
 UNSCORED.set_result(None)
 NO_TOKENS = np.zeros(0, np.float32)
 PARTS = 4
-"""Parts of a rollout: the teacher scores one while the student computes its candidates in the next."""
+"""Number of parts of a rollout: the teacher scores one part while the student computes its candidates of the next."""
 
 
 class GKDTrainer(PPOTrainer):
@@ -83,7 +83,7 @@ class GKDTrainer(PPOTrainer):
         """Steps and finished samples to send when the next generation begins."""
         self._prompts, self._weighting = prompts or TaskPrompts(), Weighting(self.config)
         waits = self._weighting.needs_scores or self.config.full_determinism
-        self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not waits
+        self._updates_while_scoring = (self.group.size == 1 or not shares_gpu) and not waits
         """True if an update may begin while the teacher still scores, see `_train_as_scored`."""
         teachers = run_teachers(self.config)
         self._weights = {f"teacher/{each.name}": each.weight for each in teachers}
@@ -101,7 +101,7 @@ class GKDTrainer(PPOTrainer):
         self._keeps_logprobs = self._needs_old_logprobs and not self._weighting.cuts_before
         self._scores_whole = takes_turns
         alternates = (shares_gpu or takes_turns) and self.config.actor_rollout_ref.hybrid_engine
-        early = not self._candidates  # else the student has a forward pass before, with the weights of the update
+        early = not self._candidates  # otherwise the student's forward pass comes first, with the weights of the update
         if alternates and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
             self.generation.on_generate.append(self._submit_kept)
@@ -150,15 +150,15 @@ class GKDTrainer(PPOTrainer):
 
         If an update spans several GPUs that the teacher also uses, it waits for all scores: otherwise every collective
         would wait for the GPU on which the teacher runs at that moment.
-        It also waits if token weights depend on the scores: their sum must be known before the first backward pass. So
-        it does with `full_determinism`: micro-batches must not depend on the order in which scores arrive.
+        It also waits if token weights depend on the scores, since their sum must be known before the first backward
+        pass, and with `full_determinism`, since micro-batches must not depend on the order in which scores arrive.
         """
         whole, weighting = samples, self._weighting
         samples = [
             weighting.without_teacher(sample) if scores[sample.id] is UNSCORED else weighting.before_scoring(sample)
             for sample in samples
         ]
-        if not self._updates_beside_teacher:
+        if not self._updates_while_scoring:
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, len(scores))
             with self.clock.span("update_actor"):
@@ -176,7 +176,8 @@ class GKDTrainer(PPOTrainer):
         for number, mini_batch in enumerate(mini_batches, start=1):
             own = {sample.id: scores.pop(sample.id) for sample in mini_batch}
             last = number == len(mini_batches) and epochs == 1
-            if not all(score.done() for score in own.values()):  # else the workers get it during the step before
+            # With all scores, the workers receive the mini-batch during the previous step.
+            if not all(score.done() for score in own.values()):
                 wait_for_steps(left=0)
             mini_batches[number - 1], started = self._start_mini_batch_as_scored(mini_batch, own, last=last)
             under_way.append(started)
@@ -305,27 +306,27 @@ class GKDTrainer(PPOTrainer):
         Completions are scored in parts of the size of a training batch, which limits the memory for scores. Raises as
         `_update_actor`.
         """
-        for scores in self._pending.values():  # of later steps, whose requests are counted
+        for scores in self._pending.values():  # requests of later steps, which count in the metrics
             self._take_scores(dict(scores), len(scores))
         size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        found, scored = dict[SampleId, np.ndarray](), dict[SampleId, TopK]()
-        everything, shown = pairs, self._shown(pairs)
-        pairs, _ = self._prompts.of_groups(pairs)
-        for start in range(0, len(pairs), size):
-            part = pairs[start : start + size]
+        readable, _ = self._prompts.of_groups(pairs)
+        shown = self._shown(pairs)
+        divergences, shown_scores = dict[SampleId, np.ndarray](), dict[SampleId, TopK]()
+        for start in range(0, len(readable), size):
+            part = readable[start : start + size]
             with self.teacher.uncounted():
-                found_scores = self._take_scores(self.teacher.start(part), len(part))
-            taken = {each: mean_scores(scores, self._weights) for each, scores in found_scores.items()}
-            with_scores = [sample.with_signals(teacher=taken[sample.id]) for _, sample in part]
-            found |= self.group.compute_divergences(self.batches.plan(with_scores))
-            scored |= {each: taken[each] for each in shown if each in taken}
+                found = self._take_scores(self.teacher.start(part), len(part))
+            scores_of = {each: mean_scores(scores, self._weights) for each, scores in found.items()}
+            with_scores = [sample.with_signals(teacher=scores_of[sample.id]) for _, sample in part]
+            divergences |= self.group.compute_divergences(self.batches.plan(with_scores))
+            shown_scores |= {each: scores_of[each] for each in shown if each in scores_of}
         rows = []
-        for sample, row in (each for sample_id, each in shown.items() if sample_id in scored):
-            tokens = token_scores(sample, scored[sample.id], found[sample.id], self._text)
-            rows.append(row | {"tokens": tokens})
+        for each, candidates in shown_scores.items():
+            sample, row = shown[each]
+            rows.append(row | {"tokens": token_scores(sample, candidates, divergences[each], self.tokenizer.decode)})
         self.tracking.log_tokens(rows, self.step)
         return {
-            name: [found[sample.id][:, column] if sample.id in found else NO_TOKENS for _, sample in everything]
+            name: [divergences[sample.id][:, column] if sample.id in divergences else NO_TOKENS for _, sample in pairs]
             for column, name in enumerate(("forward_kl", "reverse_kl"))
         }
 
@@ -341,11 +342,6 @@ class GKDTrainer(PPOTrainer):
             for task, sample in pairs
             if task.index in chosen and sample.id.number == 0
         }  # fmt: skip
-
-    def _text(self, ids: list[int]) -> str:
-        """Decode token ids, special tokens included."""
-        text: str = self.tokenizer.decode(ids)
-        return text
 
 
 def with_teacher(sample: Sample, scores: Scored | None) -> Sample:

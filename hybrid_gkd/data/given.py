@@ -127,7 +127,8 @@ def tokenize_completion(
     if mask == ALL:
         front[1:], trained = True, np.ones(len(ids), bool)
     elif mask == ASSISTANT and render is not None and any(each["role"] == "assistant" for each in prompt):
-        of_prompt, turns = _prompt_turns(prompt, render, where)
+        of_prompt = render(prompt, add_generation_prompt=True)
+        turns = [*_turns(prompt, 0, of_prompt, render, where)]
         front = Encoded(tokenizer, of_prompt, where).within(turns)
         front[:1] = False
     return GivenTokens(ids, np.concatenate([front, trained]))
@@ -143,11 +144,6 @@ def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str)
         return text[len(front) :], [(0, len(text) - len(front))]
     turns = _turns(whole, len(prompt), text, render, where)
     return text[len(front) :], [(start - len(front), end - len(front)) for start, end in turns]
-
-
-def _prompt_turns(prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
-    text = render(prompt, add_generation_prompt=True)
-    return text, list(_turns(prompt, 0, text, render, where))
 
 
 def _turns(chat: Chat, first: int, text: str, render: Render, where: str) -> Iterator[Span]:

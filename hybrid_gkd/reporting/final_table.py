@@ -35,7 +35,8 @@ def final_table(
     if config.trainer.val_only:
         known = {"held-out accuracy: teacher": teacher_accuracy} if teacher_accuracy is not None else {}
         results = [(name, _show(value, ".5g")) for name, value in (known | {**last}).items()]
-        results = [("validated, not trained (trainer.val_only)", _validated(config, checkpoint)), *results]
+        validated = config.actor_rollout_ref.model.path if checkpoint is None else str(checkpoint)
+        results = [("validated, not trained (trainer.val_only)", validated), *results]
     else:
         results = _results(config, first, last, teacher_accuracy)
     rows = [
@@ -87,10 +88,6 @@ def _best(config: Config, best: tuple[float, int, Path] | None) -> list[tuple[st
         return []
     value = _show(None) if best is None else "{:.4f} after step {}: {}".format(*best)
     return [(f"best checkpoint by {config.trainer.best_metric}", value)]
-
-
-def _validated(config: Config, checkpoint: Path | None) -> str:
-    return config.actor_rollout_ref.model.path if checkpoint is None else str(checkpoint)
 
 
 def _results(

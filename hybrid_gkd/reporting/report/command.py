@@ -8,15 +8,7 @@ import select
 import sys
 from pathlib import Path
 
-from hybrid_gkd.reporting.report.page import (
-    REPORT,
-    html,
-    is_run_folder,
-    open_runs,
-    page_data,
-    write_atomically,
-    write_report,
-)
+from hybrid_gkd.reporting.report.page import REPORT, is_run_folder, open_runs, write_report
 from hybrid_gkd.reporting.report.run_folder import RunFolder
 
 COMPARISON = "comparison.html"
@@ -67,9 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 def write(folders: list[Path], output: Path | None) -> Path:
     """Write the page of the runs; return its path. Raises OSError."""
     runs = open_runs(folders)
-    path = output or (runs[0].path / REPORT if len(runs) == 1 else Path.cwd() / COMPARISON)
-    write_atomically(path, html(page_data(runs)))
-    return path
+    return write_report(runs, output or (runs[0].path / REPORT if len(runs) == 1 else Path.cwd() / COMPARISON))
 
 
 def keep_report(folder: Path) -> None:
@@ -79,8 +69,8 @@ def keep_report(folder: Path) -> None:
     while True:
         written = [file.stat().st_mtime_ns for file in sorted(folder.glob("*.jsonl"))]
         if written != seen:
-            write_report(run)
+            write_report([run], run.path / REPORT)
             seen = written
         if select.select([sys.stdin], [], [], EVERY_SECONDS)[0]:
             break
-    write_report(run)
+    write_report([run], run.path / REPORT)

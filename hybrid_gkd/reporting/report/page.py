@@ -77,15 +77,9 @@ def _around(live: bool) -> tuple[bytes, bytes]:
     return before.encode(), after.encode()
 
 
-def write_report(run: RunFolder) -> Path:
-    """Write report.html of a run folder, replacing an older one. Raises OSError."""
-    path = run.path / REPORT
-    write_atomically(path, html(page_data([run])))
-    return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically. Raises OSError."""
+def write_report(runs: Sequence[RunFolder], path: Path) -> Path:
+    """Write the page of the runs, replacing an older one atomically; return its path. Raises OSError."""
+    content = html(page_data(runs))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
@@ -93,6 +87,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return path
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
