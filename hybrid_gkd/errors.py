@@ -118,7 +118,7 @@ def prefix_errors(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rename_section(old: str, new: str) -> Iterator[None]:
-    """Replace a dotted section in the errors of the block: those of one teacher of several name its own section."""
+    """Replace a dotted section in the errors of the block, so that they name the section of one of several teachers."""
     try:
         yield
     except HybridGKDError as error:

@@ -130,7 +130,7 @@ class TeacherClient:
             self._wait_for(lambda: all(each.model or each.problem for each in connections), timeout, "its handshake")
             self._served = {each.address: each.require_model(timeout) for each in connections}
             for address, model in self._served.items():
-                self._check_fit(address, model, needs)
+                self._check_match(address, model, needs)
             self._needs = needs
         return self._served[self._endpoints[0]]
 
@@ -224,7 +224,7 @@ class TeacherClient:
             raise self._failure
         return condition()
 
-    def _check_fit(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
+    def _check_match(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
         """Raise TeacherMismatch for an incompatible server, or one with another teacher than the first handshake."""
         needs.check(address, model)
         first = next(iter(self._served))
@@ -312,7 +312,7 @@ class TeacherClient:
             case protocol.Welcome():
                 connection.on_welcome(message)
                 if self._needs is not None and connection.model is not None:  # a mismatch ends the thread
-                    self._check_fit(connection.address, connection.model, self._needs)
+                    self._check_match(connection.address, connection.model, self._needs)
             case protocol.Pong() if connection.model is not None:
                 self._on_pong(connection, message)
             case ScoreResult():
@@ -332,7 +332,7 @@ class TeacherClient:
             connection.send_heartbeat(now)
 
     def _lose(self, connection: Connection, problem: str) -> None:
-        """Take the requests back from a server that died or was replaced; it needs a new handshake."""
+        """Requeue the requests of a server that died or was replaced; it needs a new handshake."""
         connection.model = None
         for request in self._in_flight.values():
             if request.connection is connection:

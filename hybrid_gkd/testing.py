@@ -152,8 +152,7 @@ class RecordingGroup:
 
     Args:
         respond: its exceptions end the generation. By default it returns the request's seed and row, so that a
-            completion
-            identifies its step.
+            completion identifies its step.
 
     Attributes:
         respond: as given.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 SETTLE_SECONDS = 5.0
-"""Time for the last part of a checkpoint, after a failure."""
+"""Timeout of the last part of a checkpoint after a failure."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class CheckpointWriter:
         self.has_snapshot = False
         """True if the workers have a copy of their state for a checkpoint."""
         self.snapshots: CheckpointStore | None = None
-        """Store of the run's snapshots; None without, or after one has failed."""
+        """Store of the run's snapshots; None if none are taken, or after one has failed."""
         self.snapshot: tuple[int, Path] | None = None
         """Step and folder of the newest complete snapshot that this run wrote or resumed from."""
         self._writing: _PendingCheckpoint | None = None
@@ -79,7 +79,7 @@ class CheckpointWriter:
         self.newest, self.step, self.best = self._store.folder(state.step), state.step, state.best
 
     def resume(self, folder: Path, state: TrainerState) -> None:
-        """Take the checkpoint or snapshot that the run resumed from for the newest one."""
+        """Record the checkpoint or snapshot that the run resumed from as the newest one."""
         self._store.abandon_after(state.step)
         if folder.resolve().parent != (self._store.run_dir / SNAPSHOT).resolve():
             self.newest, self.step = folder, state.step
@@ -95,7 +95,7 @@ class CheckpointWriter:
         self.has_snapshot = exports
 
     def start(self, state: TrainerState, store: CheckpointStore | None = None) -> None:
-        """Start to write the copy, together with the trainer's state at its time. `store`: of the run's snapshots."""
+        """Start to write the copy with the trainer's state of that time; `store`: that of snapshots, for a snapshot."""
         pending = _PendingCheckpoint(state, store or self._store)
         self.has_snapshot = False
         with self._failing(pending):
@@ -134,7 +134,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _failing(self, writing: _PendingCheckpoint) -> Iterator[None]:
-        """Forget a checkpoint whose write fails in the block. A failed snapshot is a warning, and none follows."""
+        """Drop a checkpoint whose write fails in the block. After a failed snapshot, warn and take no further ones."""
         try:
             yield
         except Exception as error:
@@ -146,7 +146,7 @@ class CheckpointWriter:
             logger.warning("no further snapshots are taken (trainer.snapshot_freq): %s", error)
 
     def settle(self) -> None:
-        """After a failure, let a checkpoint whose files are all written become complete, within SETTLE_SECONDS."""
+        """After a failure, complete a checkpoint whose files are all written, within SETTLE_SECONDS."""
         writing, self._writing = self._writing, None
         if writing is None or writing.completing is None:
             return

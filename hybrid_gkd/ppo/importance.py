@@ -9,8 +9,6 @@ Shapes: R trained tokens of a sample, N of a batch. A log-ratio is log pi / mu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hybrid_gkd.config import AlgorithmConfig, rejection_bounds
@@ -93,27 +91,27 @@ def with_rollout_correction(
         "actor/importance/largest_ratio": float(np.exp(np.abs(together).max().clip(max=LOG_RATIO_LIMIT))),
     }
     weights = [np.ones(len(each), np.float32) for each in drawn]
-    of_own: Sequence[np.ndarray | None] = [None] * len(drawn)
+    sampled_weights: list[np.ndarray] | None = None
     if section.rollout_is_threshold is not None:
         options, pairs = (section.rollout_is_threshold, section.rollout_is), list(zip(logprobs, drawn, strict=True))
-        used = weights = [importance_weights(*pair, *options, own=False) for pair in pairs]
+        described = weights = [importance_weights(*pair, *options, own=False) for pair in pairs]
         if of_sampled:
-            used = [importance_weights(*pair, *options) for pair in pairs]
-            of_own = [own / before for own, before in zip(used, weights, strict=True)]
-        all_weights = np.concatenate(used)
+            described = [importance_weights(*pair, *options) for pair in pairs]
+            sampled_weights = [whole / prefix for whole, prefix in zip(described, weights, strict=True)]
+        all_weights = np.concatenate(described)
         metrics["actor/importance/mean"] = float(all_weights.mean())
         metrics["actor/importance/effective_sample_size"] = effective_sample_size(all_weights)
         if section.rollout_is_batch_normalize:
             per_sequence = section.rollout_is == "sequence"
-            mean = np.mean([each[0] for each in used]) if per_sequence else all_weights.mean(dtype=np.float64)
+            mean = np.mean([each[0] for each in described]) if per_sequence else all_weights.mean(dtype=np.float64)
             weights = [(each / mean).astype(np.float32) for each in weights]
     if section.rollout_rs is not None:
         bounds = rejection_bounds(section.rollout_rs, section.rollout_rs_threshold)
         kept = [kept_tokens(each, bounds) for each in log_ratios]
         weights = [each * mask for each, mask in zip(weights, kept, strict=True)]
         metrics["actor/importance/rejected"] = float(1 - np.concatenate(kept).mean())
-    found = [sample.with_signals(weights=each) for sample, each in zip(samples, weights, strict=True)]
-    return [
-        sample if own is None else sample.with_signals(sampled_weights=own)
-        for sample, own in zip(found, of_own, strict=True)
-    ], metrics
+    samples = [sample.with_signals(weights=each) for sample, each in zip(samples, weights, strict=True)]
+    if sampled_weights is not None:
+        both = zip(samples, sampled_weights, strict=True)
+        samples = [sample.with_signals(sampled_weights=each) for sample, each in both]
+    return samples, metrics

@@ -48,11 +48,11 @@ class RolloutPipeline:
 
         A resumed run regenerates the prefetched batches: a rollout is a function of its data position and the weights.
         """
-        ahead: deque[Rollout | Future[Rollout]] = deque()
+        prefetched: deque[Rollout | Future[Rollout]] = deque()
         for step in range(first, last + 1):
-            steps = range(step + len(ahead), min(step + self.depth, last) + 1)
-            ahead += self._start(steps) if self._in_background else [self._generate(later) for later in steps]
-            rollout = ahead.popleft()
+            steps = range(step + len(prefetched), min(step + self.depth, last) + 1)
+            prefetched += self._start(steps) if self._in_background else [self._generate(later) for later in steps]
+            rollout = prefetched.popleft()
             yield self._wait_for(rollout) if isinstance(rollout, Future) else rollout
 
     def progress(self) -> None:

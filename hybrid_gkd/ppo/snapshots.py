@@ -1,4 +1,4 @@
-"""When a run takes snapshots: states of its workers, from which lost ones are replaced."""
+"""Schedule of snapshots: copies of the training state, from which lost workers are replaced."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from hybrid_gkd.ppo.checkpoint_writer import CheckpointWriter
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, prepare_snapshots
 
-SHARE = 0.02
-"""Largest fraction of the time for snapshots, with `trainer.snapshot_freq=null`."""
+MAX_OVERHEAD = 0.02
+"""Largest fraction of the training time that snapshots take with `trainer.snapshot_freq=null`."""
 
 
 class NoSnapshots:
-    """None are taken."""
+    """Takes no snapshots."""
 
     def poll(self) -> None:
-        """Before an update: let the snapshot of the last step become complete, if it is written."""
+        """Before an update, complete the snapshot of the previous step if its files are written."""
 
     def take(self, step: int) -> None:
-        """After the update of a step, before its weights are published: copy the state to the host."""
+        """After the update of a step, before its weights are published, copy the state to the host."""
 
     def start(self) -> None:
-        """At the end of a step: begin to write the copy, unless a checkpoint of the step is being written."""
+        """At the end of a step, start to write the copy, unless a checkpoint of the step is being written."""
 
 
 class Snapshots(NoSnapshots):
-    """Takes snapshots every `trainer.snapshot_freq` steps; null: as often as their measured cost is below `SHARE`.
+    """Takes snapshots every `trainer.snapshot_freq` steps; null: when their cost is below `MAX_OVERHEAD`.
 
-    A step is left out while an earlier state is being written, and if a checkpoint is due.
+    Steps with a checkpoint, and steps during which an earlier state is still being written, are skipped.
 
     Args:
         config: the section `trainer`.
@@ -67,7 +67,9 @@ class Snapshots(NoSnapshots):
     def _is_due(self, step: int, now: float) -> bool:
         if self._saving.snapshots is None:
             return False
-        return self._seconds <= SHARE * (now - self._taken_at) if self._every is None else step % self._every == 0
+        if self._every is not None:
+            return step % self._every == 0
+        return self._seconds <= MAX_OVERHEAD * (now - self._taken_at)
 
     def start(self) -> None:
         began = time.monotonic()

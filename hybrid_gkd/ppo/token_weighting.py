@@ -28,9 +28,9 @@ class Weighting:
         }
         """Terms of the teachers that do not score the rows with a key, with distillation.ensemble=sum."""
         needs = None if self._row is None else self._row.needs
-        # The store has scores of whole completions.
-        stores = any(teacher.section.cache is not None for teacher in run_teachers(config))
-        if needs == "completion" and self._selects and stores:
+        # The cache has scores of whole completions only.
+        has_cache = any(teacher.section.cache is not None for teacher in run_teachers(config))
+        if needs == "completion" and self._selects and has_cache:
             needs = "teacher"
         self.needs_scores, self._before = needs == "teacher", needs == "completion"
         self.cuts_before = self._before and self._selects

@@ -181,7 +181,8 @@ class PPOTrainer:
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         if validates or (not ends_here and self.generation.draws(self.step + 1 + self._rollouts.depth)):
             self._publish_weights()
-        generating = ends_here and BATCHES_AHEAD[self.config.trainer.scheduler] > 0  # else publishing has waited
+        # Otherwise publishing has waited for generation.
+        generating = ends_here and BATCHES_AHEAD[self.config.trainer.scheduler] > 0
         if self.step in self.config.trainer.profile_steps:
             files = self.group.write_profiles(generating=generating)
             logger.info("torch's profiler, step %d: %s", self.step, ", ".join(files))
@@ -302,8 +303,8 @@ class PPOTrainer:
     ) -> Callable[[], list[dict[str, float]]]:
         """Start an optimizer step on a mini-batch of `num_tokens` trained tokens, given its last part.
 
-        Returns a function that waits for its metrics. The next step may be started before; if this one fails, the
-        workers refuse it. `last`: whether this is the last optimizer step of the update.
+        Returns a function that waits for its metrics. The next step may be started before this one is complete; if this
+        one fails, the workers reject the next. `last`: whether this is the last optimizer step of the update.
         """
         shares = [[each] for each in self.batches.parts(part, num_tokens)]
         with contextlib.ExitStack() as stack:

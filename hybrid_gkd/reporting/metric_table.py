@@ -270,9 +270,9 @@ def check_names(metrics: Iterable[str]) -> None:
 
 def data_source_of(name: str) -> tuple[str, str]:
     """Split `val/org/math/accuracy` into ("org/math", "val/accuracy"); return ("", name) for any other name."""
-    room, *parts = name.split("/")
-    for start in range(1, len(parts) if room == "val" else 0):
-        short = "/".join([room, *parts[start:]])
+    prefix, *parts = name.split("/")
+    for start in range(1, len(parts) if prefix == "val" else 0):
+        short = "/".join([prefix, *parts[start:]])
         if _in_table(name) not in METRICS and _in_table(short) in METRICS:
             return "/".join(parts[:start]), short
     return "", name

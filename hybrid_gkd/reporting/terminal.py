@@ -85,7 +85,7 @@ def serving_command(huggingface: Path, base: str, *, on_gpu: bool) -> list[str]:
         served = ["--model", base, "--enable-lora", "--lora-modules", f"student={huggingface}"]
         rank = json.loads(adapters.read_text(encoding="utf-8"))["r"]
         if rank > LORA_RANKS[0]:
-            served += ["--max-lora-rank", str(next((room for room in LORA_RANKS if room >= rank), rank))]
+            served += ["--max-lora-rank", str(next((limit for limit in LORA_RANKS if limit >= rank), rank))]
     if not on_gpu:  # here it is a fraction of the host's memory, which must be free; the default is 0.92
         served += ["--gpu-memory-utilization", "0.5"]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]

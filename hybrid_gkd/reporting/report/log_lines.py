@@ -48,15 +48,15 @@ class RunLog:
         for _, line in self._file.lines():
             text = line.decode("utf-8", errors="replace")
             if self._record and RECORD.match(text):
-                self._take()
+                self._end_record()
             self._record.append(text)
 
     def flush(self) -> None:
         """Process the last record read."""
         if self._record:
-            self._take()
+            self._end_record()
 
-    def _take(self) -> None:
+    def _end_record(self) -> None:
         """Process the collected lines of a record."""
         found, self._record = RECORD.match("".join(self._record)), []
         if found is None:
@@ -64,14 +64,14 @@ class RunLog:
         time, level, text = found.groups()
         text = text.rstrip()
         if level == "INFO":
-            self._take_fact(text)
+            self._add_fact(text)
         elif level != "DEBUG":
             self.num_warnings += 1
             half = TEXT_KEPT // 2
             short = text if len(text) <= TEXT_KEPT else f"{text[:half]}\n…\n{text[-half:]}"
             self.warnings.append(LogWarning(time, level, short))
 
-    def _take_fact(self, text: str) -> None:
+    def _add_fact(self, text: str) -> None:
         name, _, finding = text.partition(": ")
         placed = PLACED.fullmatch(text)
         if name == "versions":  # the first check of a start

@@ -56,27 +56,27 @@ class RunFolder:
         """Starts of the run: `start`, `ready` and `end` times as far as reached, `error`, and facts."""
         self.replaced: list[int] = []
         """Steps from which the run continued with other workers."""
-        self._forget_metrics()
-        self._forget_lengths()
+        self._reset_metrics()
+        self._reset_lengths()
         self._validations: dict[int, list[int]] = {}
         self._tokens, self._token_places = GrowingFile(path / "tokens.jsonl"), dict[int, list[int]]()
 
-    def _forget_metrics(self) -> None:
+    def _reset_metrics(self) -> None:
         self._series: dict[str, Downsampled[Point]] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         """First and newest value of each metric."""
         self.step, self.tokens = 0, 0.0
 
-    def _forget_lengths(self) -> None:
+    def _reset_lengths(self) -> None:
         self._counts, self._bin = Downsampled(merge_counts, COLUMNS), 1
 
     def refresh(self) -> None:
         """Read new rows of all files."""
         if self._metrics.replaced():  # a resumed run drops the rows of repeated steps
-            self._forget_metrics()
+            self._reset_metrics()
         if self._lengths.replaced():
-            self._forget_lengths()
+            self._reset_lengths()
         if self._answers.replaced():
             self._validations = {}
         if self._tokens.replaced():
@@ -91,10 +91,10 @@ class RunFolder:
             elif self.starts:
                 self.starts[-1] |= row
         for row in self._metrics.rows():
-            self._take_metrics(row)
+            self._add_metrics(row)
         for row in self._lengths.rows():
             if row["bin"] != self._bin:  # resumed with another limit: other bin width
-                self._forget_lengths()
+                self._reset_lengths()
                 self._bin = row["bin"]
             self._counts.add(Counts(row["step"], tuple(row["counts"])))
         for file, places in ((self._answers, self._validations), (self._tokens, self._token_places)):
@@ -103,7 +103,7 @@ class RunFolder:
                     places.setdefault(step, []).append(start)
         self.log.refresh()
 
-    def _take_metrics(self, row: dict[str, float]) -> None:
+    def _add_metrics(self, row: dict[str, float]) -> None:
         step = int(row.pop("step"))
         if "timing/step" in row:
             self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
