@@ -20,7 +20,6 @@ import multiprocessing.connection
 import os
 import sys
 import time
-from collections import abc
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -232,29 +231,14 @@ def _make_model(
     name: str, paths: DemoPaths, recipe: GPUDemoRecipe, tokenizer: Qwen2Tokenizer, val: list[Row], seed: int,
     device: str,
 ) -> dict[str, Any]:  # fmt: skip
+    """Create a model, train it and write it; return the manifest's entries about it."""
+    import torch
+
     from hybrid_gkd.demo import sft
 
     shape, folder = getattr(recipe, name), getattr(paths, name)
     probe = sft.encode_samples(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
     batches = _batches(recipe, shape, tokenizer, seed, device)
-    found = train_model(name, folder, shape, tokenizer, batches, seed=seed, device=device, probe=probe)
-    found |= held_out_accuracy(folder, val, device)
-    logger.info("%s: %s", name, found)
-    return found
-
-
-def train_model(
-    name: str, folder: Path, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, batches: Iterator[list[Sample]], *,
-    seed: int, device: str, probe: abc.Sequence[Sample] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Create a model, train it on the batches and write it; return the manifest's entries about its training.
-
-    `probe`: as for `sft.train_sft`.
-    """
-    import torch
-
-    from hybrid_gkd.demo import sft
-
     began, where = time.monotonic(), torch.device(device)
     model = models.make_model(shape, tokenizer, seed)
     if device == "cuda":
@@ -264,12 +248,14 @@ def train_model(
     tokenizer.save_pretrained(folder)
     with sft.single_process(where), no_progress_bars():
         training = sft.SFT(folder, shape.training, device=where)
-        steps = sft.train_sft(training, name, batches, list(probe))
+        steps = sft.train_sft(training, name, batches, probe)
         training.export(folder)
-    return {
+    found = {
         "parameters": sum(p.numel() for p in model.parameters()), "sft_steps": steps, "sft_tokens": training.tokens,
-        "sft_seconds": round(time.monotonic() - began, 1),
+        "sft_seconds": round(time.monotonic() - began, 1), **held_out_accuracy(folder, val, device),
     }
+    logger.info("%s: %s", name, found)
+    return found
 
 
 def held_out_accuracy(folder: Path, val: list[Row], device: str) -> dict[str, float]:
@@ -293,24 +279,18 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def make_word_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
-    """Call `learn_tokenizer` with texts of the task."""
-    texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
-    return learn_tokenizer(texts, recipe.vocab_size)
-
-
-def learn_tokenizer(texts: Iterator[str], vocab_size: int) -> Qwen2Tokenizer:
-    """Train a byte-level BPE on texts; digits are separate tokens, as in Qwen's tokenizers."""
+    """Train a byte-level BPE on texts of the task; digits are separate tokens, as in Qwen's tokenizers."""
     from tokenizers import Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE
 
     base = models.make_bpe_tokenizer({}, [])
     learner = Tokenizer(BPE())
     learner.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
-    num_special = len(base)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - num_special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=recipe.vocab_size - len(base), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
+    texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
     learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     return models.make_bpe_tokenizer(learned["vocab"], [tuple(pair) for pair in learned["merges"]])
@@ -349,11 +329,7 @@ def _batches(
 
     workers = max(1, min(8, (os.cpu_count() or 1) - 2)) if device == "cuda" else 0
     batches: Any = _Batches(recipe, shape, tokenizer, seed)
-    return iter(DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_it_is))
-
-
-def _as_it_is(batch: list[Sample]) -> list[Sample]:
-    return batch
+    return iter(DataLoader(batches, batch_size=None, num_workers=workers))
 
 
 class _Batches:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,20 +78,12 @@ class DemoRecipe:
     num_train: int = 20_000
     num_val: int = 256
     batch_size: int = 256
-    teacher: SortingModelRecipe = field(
-        default_factory=lambda: SortingModelRecipe(
-            hidden_size=128, num_layers=2, max_steps=180, learning_rate=2e-3, stop_at_accuracy=1.01, init_seed=1
-        )
+    teacher: SortingModelRecipe = SortingModelRecipe(
+        hidden_size=128, num_layers=2, max_steps=180, learning_rate=2e-3, stop_at_accuracy=1.01, init_seed=1
     )
-    student: SortingModelRecipe = field(
-        default_factory=lambda: SortingModelRecipe(
-            hidden_size=64, num_layers=2, max_steps=1000, learning_rate=2e-3, stop_at_accuracy=0.25, init_seed=2
-        )
+    student: SortingModelRecipe = SortingModelRecipe(
+        hidden_size=64, num_layers=2, max_steps=1000, learning_rate=2e-3, stop_at_accuracy=0.25, init_seed=2
     )
-
-    def key(self, seed: int) -> str:
-        """Return a short hash of the recipe and the seed."""
-        return recipe_key(self, seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +101,7 @@ RECIPES = {"sorting": DemoRecipe(), "weak_teacher": WEAK_TEACHER, "solutions": S
 
 def demo_dir(seed: int = 0, recipe: DemoRecipe | None = None) -> Path:
     """Return the default folder of a demo."""
-    return cached_folder(f"demo-{(recipe or DemoRecipe()).key(seed)}")
+    return cached_folder(f"demo-{recipe_key(recipe or DemoRecipe(), seed)}")
 
 
 def build_demo(
@@ -118,7 +110,7 @@ def build_demo(
     """Build the demo, or return the existing one; see `build_once`."""
     recipe = recipe or DemoRecipe()
     root = Path(out).expanduser().absolute() if out is not None else demo_dir(seed, recipe)
-    return build_once(root, recipe.key(seed), lambda paths: _build(paths, recipe, seed), force=force)
+    return build_once(root, recipe_key(recipe, seed), lambda paths: _build(paths, recipe, seed), force=force)
 
 
 def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
@@ -132,7 +124,7 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
     write_rows(paths.val, val)
     tokenizer = make_byte_tokenizer()
     manifest: dict[str, object] = {
-        "key": recipe.key(seed),
+        "key": recipe_key(recipe, seed),
         "task": "sort the digits",
         "seed": seed,
         "recipe": asdict(recipe),
@@ -189,21 +181,13 @@ def make_byte_tokenizer() -> Qwen2Tokenizer:
     return models.make_bpe_tokenizer({char: i for i, char in enumerate(alphabet)}, [])
 
 
-def _chat_ids(row: Row, tokenizer: Qwen2Tokenizer) -> tuple[list[int], list[int]]:
-    """Return token ids of the prompt and of the response, which ends with the end-of-sequence token."""
-    messages = [{"role": "user", "content": row["prompt"]}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return (
-        tokenizer(prompt, add_special_tokens=False).input_ids,
-        tokenizer(row["answer"] + END, add_special_tokens=False).input_ids,
-    )
-
-
 def encode_labels(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and next-token labels [B, T], padded on the right; -100 if no response token follows."""
     import torch
 
-    pairs = [_chat_ids(row, tokenizer) for row in rows]
+    prompts = tokenizer([models.prompt_text(row["prompt"]) for row in rows], add_special_tokens=False).input_ids
+    responses = tokenizer([row["answer"] + END for row in rows], add_special_tokens=False).input_ids
+    pairs = list(zip(prompts, responses, strict=True))
     shape = (len(pairs), max(len(prompt) + len(response) for prompt, response in pairs))
     ids, labels = torch.full(shape, tokenizer.pad_token_id), torch.full(shape, -100)
     for i, (prompt, response) in enumerate(pairs):

@@ -108,5 +108,5 @@ def test_of_two_builds_that_finish_together_one_is_kept(tmp_path, monkeypatch, f
     for thread in threads:
         thread.join(120)
     assert errors == []
-    assert folders.is_complete(root, TINY.key(0))
+    assert folders.is_complete(root, folders.recipe_key(TINY, 0))
     assert [file.name for file in tmp_path.iterdir()] == ["demo"]
