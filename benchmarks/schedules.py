@@ -151,7 +151,7 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(trace_recording(config.run_dir))
         client = stack.enter_context(
-            connect(run_teachers(config)[0], facts.tokenizer, [teacher.address], teacher.keys, replicas=place.replicas)
+            connect(facts, run_teachers(config)[0], [teacher.address], teacher.keys, replicas=place.replicas)
         )
         log = stack.enter_context(start_tracking(facts))
         GKDTrainer(

@@ -46,7 +46,7 @@ class Facts:
     stop_token_ids: list[int] = field(default_factory=list)
     spec: ModelSpec | None = None
     """Spec of the student."""
-    num_ids: int | None = None
+    num_ids: int = 0
     """Number of ids that are tokens and have an embedding row in every model; higher ids are neither drawn nor
     scored."""
     trained: tuple[TrainedSpec, ...] = ()

@@ -54,7 +54,7 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
     if section.is_stored:
         with opened_store(config, facts.tokenizer) as (_, stored):
             changed = check_same_teacher(facts, teacher, stored.model)
-        if facts.num_ids is not None and stored.num_ids > facts.num_ids:
+        if stored.num_ids > facts.num_ids:
             raise TeacherMismatch(
                 f"{section.cache} has scores of {stored.num_ids} ids, but the student's embedding has only "
                 f"{facts.num_ids} rows for tokens: score the completions for this student "
@@ -64,7 +64,7 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
         return "\n".join([f"{stored} has the student's vocabulary", *changed])
     other = facts.other_tokenizers.get(teacher.key)
     if section.server_ip is not None:
-        with connect(teacher, other or facts.tokenizer, section.endpoints) as client:
+        with connect(facts, teacher, section.endpoints) as client:
             model = next(iter(client.served.values()))
         if other is not None:
             return "\n".join([f"{model.model} has another tokenizer", *check_same_teacher(facts, teacher, model)])

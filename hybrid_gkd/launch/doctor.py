@@ -44,7 +44,7 @@ def teacher_confidence(facts: Facts) -> str:
     def check(teacher: RunTeacher) -> str:
         if teacher.section.server_ip is None:
             return "checked by the run"
-        with connect(teacher, facts.tokenizer, teacher.section.endpoints, num_ids=facts.num_ids) as client:
+        with connect(facts, teacher, teacher.section.endpoints) as client:
             return check_confidence(facts, teacher, client)
 
     return for_each_teacher(facts.config, check)

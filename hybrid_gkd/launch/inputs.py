@@ -388,7 +388,7 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str 
                         f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
                         f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
                     )
-    if facts.num_ids is None or rows >= facts.num_ids:
+    if rows >= facts.num_ids:
         return
     excluded = facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:MAX_SHOWN])
     names = ", ".join(map(repr, excluded))
@@ -402,7 +402,6 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str 
 
 def check_topk(facts: Facts) -> None:
     """Check that a position has as many candidates as are asked for. Raises ConfigError."""
-    assert facts.num_ids is not None
     loss, rule = facts.config.distillation, f"must be at most the {facts.num_ids} tokens with a row in every model"
     for key, topk in (
         ("distillation.topk", loss.topk if loss.enabled else 0), ("actor_rollout_ref.ref.topk", facts.config.ref_topk),

@@ -50,7 +50,6 @@ def make_scorer(facts: Facts, teacher: RunTeacher, client: Teacher, served: Mode
     if not facts.other_tokenizers:
         return TeacherScorer(client)
     loss, own = facts.config.distillation, facts.other_tokenizers.get(teacher.key)
-    assert facts.num_ids is not None
     assert served is not None
     student = Spelling(facts.tokenizer, "student", ends=facts.stop_token_ids)
     roles = dict[int, list[int]]()

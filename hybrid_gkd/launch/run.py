@@ -274,7 +274,6 @@ class Assembly:
             rewards = scorer if config.scores_rollouts else None
             arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
         if config.teaches_itself:
-            assert facts.num_ids is not None
             return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
         assert facts.plan is not None
         memory = facts.plan.memory

@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -118,7 +117,6 @@ def score(options: argparse.Namespace) -> int:
         client = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
         model = next(iter(client.served.values()))
-        assert facts.num_ids is not None
         scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
         store.add_teacher(scored_by)
         num_new = score_missing(store, scored_by, client, readings, facts)
@@ -135,7 +133,7 @@ def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[Teac
     config, (teacher,) = facts.config, run_teachers(facts.config)
     if options.addr is not None:
         endpoints = config.actor_rollout_ref.teacher.endpoints
-        with connect(teacher, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
+        with connect(facts, teacher, endpoints) as client:
             yield client
         return
     topk = config.distillation.topk
@@ -150,8 +148,7 @@ def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[Teac
     )
     with service as local:
         local.wait_ready()
-        how: dict[str, Any] = {"replicas": options.workers, "num_ids": facts.num_ids}
-        with connect(teacher, facts.tokenizer, [local.address], local.keys, **how) as client:
+        with connect(facts, teacher, [local.address], local.keys, replicas=options.workers) as client:
             yield client
 
 

@@ -29,7 +29,6 @@ from hybrid_gkd.errors import ConfigError, rename_section
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.other_tokenizer import make_scorer
 from hybrid_gkd.launch.plan import RunPlan
-from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
@@ -51,21 +50,20 @@ logger = logging.getLogger(__name__)
 
 
 def connect(
-    teacher: RunTeacher, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1,
-    num_ids: int | None = None,
+    facts: Facts, teacher: RunTeacher, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1
 ) -> TeacherClient:
-    """Connect to servers and check that they match the student. Raises TeacherError.
+    """Connect to servers and check that they match the student, or the teacher's own tokenizer if it has another one.
 
-    `keys`: replace the configured ones; `replicas`: of the model at each server; `num_ids`: number of ids to score if
-    fewer than the student's.
+    `keys`: replace the configured ones; `replicas`: number of model replicas at each server. Raises TeacherError.
     """
-    config, section, model = teacher.config, teacher.section, teacher.config.actor_rollout_ref.model
-    hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+    config, section = teacher.config, teacher.section
+    other = facts.other_tokenizers.get(teacher.key)
+    tokenizer = other or facts.tokenizer
     num_tokens = num_token_ids(tokenizer)
     assert section.num_microbatches is not None  # null has been replaced by the default
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
-        vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
+        vocab_size=facts.num_ids if other is None else num_tokens,
         connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
         # One request at a time: then every batch of the engine is one request.
@@ -243,16 +241,12 @@ class RunTeachers:
                 self._connect(teacher, [local.address], local.keys, replicas=self.places[teacher.service].replicas)
 
     def _connect(self, teacher: RunTeacher, endpoints: list[str], keys: Path | None = None, replicas: int = 1) -> None:
-        other, num_ids = self.facts.other_tokenizers.get(teacher.key), self.facts.num_ids
-        if other is not None:
-            num_ids = num_token_ids(other)
-        client = connect(teacher, other or self.facts.tokenizer, endpoints, keys, replicas=replicas, num_ids=num_ids)
+        client = connect(self.facts, teacher, endpoints, keys, replicas=replicas)
         self.clients[teacher.label] = self.stack.enter_context(client)
 
     def scorer(self) -> TeacherScorer:
         """Return the scorer of all teachers, with their stores of scores. Raises TeacherError."""
         groups, facts = defaultdict[str, dict[str, tuple[float, TeacherScorer]]](dict), self.facts
-        assert facts.num_ids is not None
         turns: Turns | None = None
         for teacher in run_teachers(facts.config):
             with rename_section(UNNAMED, teacher.where):

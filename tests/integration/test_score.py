@@ -96,7 +96,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
 
     address = f"actor_rollout_ref.teacher.server_ip={service.address}"
     config = config_of(folder, address, f"actor_rollout_ref.teacher.keys={service.keys}")
-    with connect(run_teachers(config)[0], facts.tokenizer, [service.address]) as client:
+    with connect(facts, run_teachers(config)[0], [service.address]) as client:
         expected = take(TeacherScorer(client), pairs)
     config = config_of(folder, f"actor_rollout_ref.teacher.cache={folder / 'store'}")
     with with_cache(config, facts.tokenizer, None, facts.num_ids) as teacher:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, TeacherMismatch
-from hybrid_gkd.launch import compatibility
+from hybrid_gkd.launch import compatibility, doctor
+from hybrid_gkd.launch import teacher as connections
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.preflight import check_all
@@ -121,6 +123,36 @@ def test_another_tokenizer_is_aligned_if_the_configuration_allows_it(models, tmp
     (lower / "config.json").write_text(config.replace('"qwen2"', '"llama"'), encoding="utf-8")
     with pytest.raises(ModelError, match=r"teacher\.model\.path: teacher .*lower: its tokens cannot be aligned"):
         check(models, "student", f"actor_rollout_ref.teacher.model.path={lower}", "distillation.cross_tokenizer=map")
+
+
+def test_a_service_with_another_tokenizer_is_checked_against_its_own(monkeypatch):
+    """By the doctor as by a run."""
+    asked = []
+
+    class Client:
+        def __init__(self, endpoints, *, vocab_size, **options):
+            self.num_ids = vocab_size
+
+        def handshake(self, *, tokenizer_hash, tokenizer_size, max_sequence_length):
+            asked.append((tokenizer_hash, tokenizer_size, self.num_ids))
+            return SimpleNamespace(model="T", backend="hf")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(connections, "TeacherClient", Client)
+    student, other = byte_level(300), byte_level(420)
+    teacher = "actor_rollout_ref.teacher={server_ip: far, model: {path: x}, check_fit: false}"
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", teacher, "distillation.cross_tokenizer=spans"]
+    facts = Facts(load_config(given), tokenizer=student, num_ids=290)
+    (found,) = run_teachers(facts.config)
+    for theirs, num_ids in ((student, 290), (other, num_token_ids(other))):
+        facts.other_tokenizers = {found.key: other} if theirs is other else {}
+        assert doctor.teacher_confidence(facts).startswith("skipped")
+        assert asked.pop() == (tokenizer_hash(theirs), num_token_ids(theirs), num_ids)
 
 
 @pytest.mark.slow
