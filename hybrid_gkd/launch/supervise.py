@@ -43,9 +43,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class RestartLoop:
-    """Runs `python -m hybrid_gkd` with these arguments until it succeeds, or a restart is of no use.
+    """Runs `python -m hybrid_gkd` with these arguments until it succeeds, or a restart would fail again.
 
-    Signals are passed on to the run, and end the supervision.
+    Signals are forwarded to the run, and end the supervision.
     """
 
     def __init__(self, config: Config, arguments: list[str]):
@@ -54,39 +54,42 @@ class RestartLoop:
         self._began = time.time()
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None
-        self._failed: tuple[int, bool] | None = None
-        """Step of the last failure, and whether that start was ready before it."""
 
     def run(self) -> int:
         """Return the exit code of the last start."""
-        with contextlib.suppress(AttributeError, OSError):  # Linux only: adopt what a killed run leaves
+        with contextlib.suppress(AttributeError, OSError):  # Linux only: adopt orphans of a killed run
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         with self._passing_signals():
-            restarts = short = 0
+            restarts = short_starts = 0
+            failure: tuple[int, bool] | None = None  # the failed step, and whether the start was ready before it
             while True:
                 began, since = time.monotonic(), time.time()
                 code = self._start(resume=restarts > 0)
-                # By time, since a new run puts the folder of an earlier one aside.
+                # Selected by time: a new run renames the folder of an earlier one.
                 starts = [start for start in read_starts(self._run_dir) if start["start"] >= since]
                 error = self._fault(code, starts, is_first=restarts == 0)
                 if error is None:
                     return code
-                # Failures after which the run has replaced its workers.
-                own = [row["failed_step"] for row in rows_of_starts(self._run_dir) if row.get("restart", 0.0) > since]
-                was_ready = any("ready" in start for start in starts)
-                saved, restarts = max(_read_number(self._run_dir / name) for name in POINTERS), restarts + len(own)
+                # Restarts within the run, which replaced its workers only.
+                rows = [row for row in rows_of_starts(self._run_dir) if row.get("restart", 0.0) > since]
+                restarts += len(rows)
+                if rows:
+                    failure = rows[-1]["failed_step"], True
+                saved = max(_read_number(self._run_dir / name) for name in POINTERS)
                 lost = lost_work(self._run_dir, saved)
-                step, lost = int(lost["steps_repeated"]) + saved + 1, lost if was_ready else NOTHING_LOST
-                before, self._failed = (own[-1], True) if own else self._failed, (step, was_ready)
-                if self._failed == before or restarts >= self._most:
+                step, was_ready = saved + int(lost["steps_repeated"]) + 1, any("ready" in start for start in starts)
+                repeats, failure = failure == (step, was_ready), (step, was_ready)
+                if repeats or restarts >= self._most:
                     limit = f"there were {restarts} restarts (trainer.max_restarts)"
-                    why = f"step {step} has failed twice" if self._failed == before else limit
+                    why = f"step {step} has failed twice" if repeats else limit
                     self._log(f"the run is not started again: {why}; the last error: {error}")
                     return code if code > 0 else 1
-                short = short + 1 if time.monotonic() < began + SHORT_START else 0
-                pause, restarts = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, short - 1)), restarts + 1
+                restarts += 1
+                short_starts = short_starts + 1 if time.monotonic() < began + SHORT_START else 0
+                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** max(0, short_starts - 1))
                 self._log(f"restart {restarts} of {self._most} in {pause:.0f} s, since step {step} has failed: {error}")
-                append_row(self._run_dir, {"restart": time.time(), "failed_step": step, "reason": error, **lost})
+                row = {"restart": time.time(), "failed_step": step, "reason": error}
+                append_row(self._run_dir, row | (lost if was_ready else NOTHING_LOST))
                 deadline = time.monotonic() + pause
                 while time.monotonic() < deadline and self._signal is None:
                     time.sleep(0.1)
@@ -100,10 +103,10 @@ class RestartLoop:
             own.append("trainer.resume_mode=auto")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hybrid_gkd", *self._arguments, *own], env=child_environment(),
-            process_group=0,  # a signal of the terminal comes from here alone, once
+            process_group=0,  # signals of the terminal reach it only through `_passing_signals`, once
             preexec_fn=_end_with_parent,
         )  # fmt: skip
-        if self._signal is not None:  # it came meanwhile
+        if self._signal is not None:  # received before the process existed
             self._process.send_signal(self._signal)
         code = self._process.wait()
         deadline = time.monotonic() + ORPHANS_SECONDS
@@ -114,21 +117,21 @@ class RestartLoop:
         return code
 
     def _resumes_automatically(self) -> bool:
-        """Return whether a restart resumes otherwise than the first start did: from what that one has saved."""
+        """Return whether a restart needs trainer.resume_mode=auto to resume from what earlier starts have saved."""
         pointers, mode = [self._run_dir / name for name in POINTERS], self._config.trainer.resume_mode
         return mode == "disable" or (
             mode == "resume_path" and any(each.is_file() and each.stat().st_mtime > self._began for each in pointers)
         )  # fmt: skip
 
     def _fault(self, code: int, starts: list[dict[str, Any]], *, is_first: bool) -> str | None:
-        """Return the error of a start that is worth another one; None after success, a signal of the user, bad input.
+        """Return the error of a start after which a restart may succeed.
 
-        `starts`: what `read_starts` has of it.
+        None after success, a signal of the user, or invalid input. `starts`: its entries from `read_starts`.
         """
         by_user = code >= 128 or code in [-number for number in SIGNALS] or self._signal is not None
         if code == 0 or by_user or code == 2:
             return None
-        if not starts:  # it ended in the checks
+        if not starts:  # the preflight checks ended it
             return f"it {describe_exit(code)} before its start" if code < 0 or not is_first else None
         error = starts[-1].get("error")
         if error is None or code < 0:
