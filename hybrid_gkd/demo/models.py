@@ -46,8 +46,9 @@ class SFTRecipe:
     warmup_steps: int = 50
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     stop_at: float | None = None
-    """Training ends when this fraction of held-out solutions has a probability above 0.5 at every token. Greedy
-    decoding gives at least these right: a small model had a third of the numbers right at 0.15. None: no such end."""
+    """Training ends when this fraction of held-out solutions has a probability above 0.5 at every token; None trains
+    for `max_steps`. It is a lower bound of the greedy accuracy: at 0.15, a third of a small model's answers were
+    right."""
     max_tokens: int = 32768
     """Maximum number of tokens of a packed micro-batch."""
     compile: bool = False

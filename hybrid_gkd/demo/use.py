@@ -1,8 +1,8 @@
 """Resolvers of demo paths in configurations, and the demos that a configuration uses.
 
-In YAML, `${demo:student}` is the student of the sorting demo, `${demo:weak_teacher,student}` that of the demo with a
-weak teacher, `${demo:solutions,student}` that of the student that is its own teacher, `${demo:gpu_demo,student}` that
-of the word problems for the configured device; `${by_device:a,b}` is a with a GPU and b without one.
+In YAML, `${demo:PART}` is a path of the sorting demo and `${demo:DEMO,PART}` one of another demo: weak_teacher,
+solutions, or gpu_demo for the configured device. PART is a field of DemoPaths, such as student. `${by_device:a,b}` is a
+with a GPU and b without one.
 """
 
 from __future__ import annotations

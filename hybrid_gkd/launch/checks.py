@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +44,11 @@ class Facts:
     first_chat: Chat | None = None
     """First training prompt."""
     stop_token_ids: list[int] = field(default_factory=list)
-    spec: ModelSpec | None = None
-    """Spec of the student."""
+    spec: ModelSpec = None  # type: ignore[assignment]
+    """Spec of the student, from the check of the student."""
     num_ids: int = 0
-    """Number of ids that are tokens and have an embedding row in every model; higher ids are neither drawn nor
-    scored."""
+    """Number of ids that are tokens and have an embedding row in every model; higher ids are neither drawn nor scored.
+    0 before the check of the student."""
     trained: tuple[TrainedSpec, ...] = ()
     """Trained models: the student and, with PPO, the critic."""
     reward: dict[str, RewardFunction] | None = None
@@ -65,8 +65,14 @@ class Facts:
     """Settings of the learning signal: `learning_settings`, and checksums of training prompts and templates."""
     resumption: Resumption | None = None
     """Checkpoint to resume from; None for a new run."""
-    plan: RunPlan | None = None
-    """Plan made from the other facts."""
+    plan: RunPlan = None  # type: ignore[assignment]
+    """Plan made from the other facts, by the last check."""
+
+    def keyed_prompts(self) -> Iterator[tuple[str, Task]]:
+        """Yield each prompt with the configuration key of its file."""
+        for key, prompts in (("data.train_files", self.train_prompts), ("data.val_files", self.val_prompts)):
+            for prompt in prompts:
+                yield key, prompt
 
     @property
     def steps_done(self) -> int:

@@ -35,7 +35,7 @@ LOW_CONFIDENCE = -1.5
 MAX_SHOWN = 200
 """Maximum number of characters of a prompt in a message."""
 SCORES_SECONDS = 10.0
-"""Timeout for scoring these completions; what takes longer is left out."""
+"""Timeout for scoring these completions; later scores are ignored."""
 
 
 def check_compatibility(facts: Facts) -> str:
@@ -47,7 +47,6 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
     """Compare the tokens of a teacher with the student's."""
     config, section = teacher.config, teacher.section
     if config.teaches_itself:
-        assert facts.spec is not None
         student = config.actor_rollout_ref.model.path
         check_rows("student", student, facts.spec.num_embeddings, facts, of_teacher=teacher.key)
         return "the teacher is the student"
@@ -96,7 +95,7 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
 
 
 def check_same_teacher(facts: Facts, teacher: RunTeacher, model: ModelInfo) -> list[str]:
-    """Add a teacher to the settings of the run; return notes if it is another one than that of the checkpoint.
+    """Add a teacher to the settings of the run; return notes if it differs from the checkpoint's.
 
     Raises ConfigError unless its `allow_teacher_change` is set.
     """

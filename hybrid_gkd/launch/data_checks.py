@@ -1,4 +1,4 @@
-"""Preflight checks of the prompts of a run: distinct, with what rewards and losses need of them."""
+"""Preflight checks of the prompts of a run: distinct, and complete for its rewards and losses."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def check_distinct(facts: Facts) -> None:
 
 
 def check_teacher_prompts(config: Config, prompts: list[Task]) -> None:
-    """Raise DataError if the student's present weights are the teacher and read the student's own prompt in all
-    rows."""
+    """Raise DataError if the teacher equals the student: its present weights, and the same prompt in all rows."""
     live = config.teaches_itself and config.actor_rollout_ref.teacher.source == "live"
     live = live and config.distillation.teacher_prompt_fn is None
     same = (task.teacher_ids is None or np.array_equal(task.teacher_ids, task.token_ids) for task in prompts)
@@ -67,34 +66,34 @@ def check_data_sources(facts: Facts) -> None:
     """Check that by_data_source has a function for every row. Raises DataError; ConfigError: a library is missing."""
     if "by_data_source" not in (facts.reward or {}):
         return
-    sources = {prompt.data_source for prompt in (*facts.train_prompts, *facts.val_prompts)}
+    sources = {prompt.data_source for _, prompt in facts.keyed_prompts()}
     if {"math", "math_dapo"} & set(map(function_of_source, sources)):
         check_math_verify()
-    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
-        for prompt in prompts:
-            if function_of_source(prompt.data_source) is None:
-                raise DataError(
-                    f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
-                    f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
-                    f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
-                )
+    for key, prompt in facts.keyed_prompts():
+        if function_of_source(prompt.data_source) is None:
+            raise DataError(
+                f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
+                f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
+                f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
+            )
 
 
 def check_right_answers(facts: Facts) -> None:
     """Check that the reward gsm8k finds a number in every right answer. Raises DataError.
 
-    Reward functions would find out after a rollout. That `math` can read an expression is left to it, since that takes
-    milliseconds for each.
+    Without this check, reward functions would fail after a rollout. Expressions for the reward `math` are not checked,
+    since parsing takes milliseconds for each.
     """
     by_source, of_all = "by_data_source" in (facts.reward or {}), "gsm8k" in (facts.reward or {})
-    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
-        for prompt in prompts if by_source or of_all else ():
-            reads_number = of_all or function_of_source(prompt.data_source) == "gsm8k"
-            if reads_number and prompt.answer is not None and final_number(prompt.answer) is None:
-                raise DataError(
-                    f"{key}: row {prompt.row} of the data: the gsm8k reward needs a number in every answer; got "
-                    f"{prompt.answer!r}"
-                )
+    if not by_source and not of_all:
+        return
+    for key, prompt in facts.keyed_prompts():
+        reads_number = of_all or function_of_source(prompt.data_source) == "gsm8k"
+        if reads_number and prompt.answer is not None and final_number(prompt.answer) is None:
+            raise DataError(
+                f"{key}: row {prompt.row} of the data: the gsm8k reward needs a number in every answer; got "
+                f"{prompt.answer!r}"
+            )
 
 
 def describe_dropped_prompts(config: Config, prompts: list[Task], steps: int) -> str:

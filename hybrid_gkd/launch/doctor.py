@@ -75,7 +75,6 @@ class PlacedWorkers:
         """Raise ConfigError if other processes use memory that the run needs."""
         if facts.device != "cuda":
             return "no worker has a GPU"
-        assert facts.plan is not None
         check_free_memory(facts.plan.memory, self.group.placements)
         return "the free memory of each worker's GPU is enough for every phase"
 

@@ -1,4 +1,4 @@
-"""Apply the checks of a teacher to each of several, and check which rows they score."""
+"""Run a check for each teacher, and check that each one has rows to score."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hybrid_gkd.types import Task
 
 
 def for_each_teacher(config: Config, check: Callable[[RunTeacher], str]) -> str:
-    """Call a check for each teacher and return its results, a line for each of several.
+    """Call a check for each teacher; return its results, with several teachers a line for each.
 
-    Its errors name the section of the teacher. Raises them together.
+    Raises all errors together; each names the section of its teacher.
     """
 
     def named(teacher: RunTeacher) -> str:

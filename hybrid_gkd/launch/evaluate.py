@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
-    """Validate every model and print the table; after an error, of the models before it. Raises HybridGKDError."""
+    """Validate every model and print the table, after an error with the models before it. Raises HybridGKDError."""
     config = base_config(options)
     configs = unique_run_names(call_all(functools.partial(config_for_model, config, model) for model in options.models))
     with gc_paused():

@@ -62,7 +62,7 @@ OPTION_NAMES = {
     "reward.custom_reward_function.name": "--reward", "reward.custom_reward_function.path": "--reward",
     "reward.name": "--reward",
 }  # fmt: skip
-"""Keys of a run -> what this command has in their place, in messages."""
+"""Configuration key -> the argument of this command that stands for it in messages."""
 SEQUENCES_ON_A_GPU = 1024
 """`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 
@@ -167,7 +167,7 @@ def generate(options: argparse.Namespace) -> int:
             check_data_sources(facts)
             check_right_answers(facts)
         if any(function.needs_all for function in functions.values()):
-            rule = "must score one completion at a time: lists would have what ends together, and depend on time"
+            rule = "must score one completion at a time: which completions form a list would depend on timing"
             raise ConfigError("--reward", rule, options.reward)
     with contextlib.ExitStack() as stack:
         file = CompletionFile(Path(options.out), stored_arguments(options, inputs))
@@ -249,7 +249,7 @@ def filter_by_length(tasks: list[Task], options: argparse.Namespace) -> list[Tas
 
 
 def stored_arguments(options: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
-    """Return what the completions depend on, by option name: the arguments and checksums of the files' contents."""
+    """Return option name -> value of everything that affects the completions, with checksums of the files' contents."""
     found = {
         "FILE" if name == "files" else f"--{name.replace('_', '-')}": value
         for name, value in vars(options).items() if name not in IRRELEVANT_ARGUMENTS

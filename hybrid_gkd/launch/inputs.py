@@ -49,6 +49,7 @@ from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.student.pretrained import build_model
+from hybrid_gkd.student.reward_model import check_classifier
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.engines.adapters import check_adapter
@@ -66,8 +67,7 @@ MAX_SHOWN = 5
 def student(facts: Facts) -> str:
     """Check the student's folder, its tokenizer and end-of-text tokens, its architecture and its length limit."""
     config, model = facts.config, facts.config.actor_rollout_ref.model
-    check_model_folder("actor_rollout_ref.model.path", model.path)
-    check_export("actor_rollout_ref.model.path", model.path)
+    check_folder("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_packed_length, model.override_config)
     with prefix_errors(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
@@ -102,7 +102,6 @@ def critic(facts: Facts) -> str:
             check_other_model("critic", "critic.model.path", model, facts)
             check_architecture("critic.model.path", model, check_supported)
         found = f"starts from the student's {model.path}" if of_student else f"starts from {model.path}"
-    assert facts.spec is not None
     facts.trained = trained_models(config, facts.spec)
     return found
 
@@ -128,11 +127,8 @@ def reward_model(facts: Facts) -> str:
     model = config.reward_model.model
     if not config.uses_reward_model:
         return "none is needed"
-    from hybrid_gkd.student.reward_model import check_classifier  # imports torch and transformers
-
     assert model.path is not None
-    check_model_folder(key, model.path)
-    check_export(key, model.path)
+    check_folder(key, model.path)
     hf_config = check_classifier(config.reward_model)
     positions, field = position_limit(hf_config.get_text_config())
     limit = config.reward_model.max_length or positions
@@ -162,8 +158,7 @@ def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> N
 
     Raises ModelError, ConfigError or CheckpointError.
     """
-    check_model_folder(key, model.path)
-    check_export(key, model.path)
+    check_folder(key, model.path)
     rows = check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
     check_rows(who, model.path, rows, facts)
     with prefix_errors(key):
@@ -198,8 +193,7 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
         return ", ".join(f"{address} answers, {status.num_workers} worker(s)" for address, status in answers)
     path = section.model.path
     assert path is not None
-    check_model_folder(TEACHER_PATH, path)
-    check_export(TEACHER_PATH, path)
+    check_folder(TEACHER_PATH, path)
     needed = config.max_reading_length + 1  # vLLM generates one token in order to score
     rows = check_length("teacher", path, config, needed, {})
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
@@ -296,7 +290,6 @@ def data(facts: Facts) -> str:
     facts.settings |= template_checksums(facts.tokenizer.chat_template, sections)
     facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.scores_rollouts)
     facts.train_rows, facts.val_rows = [], []
-    assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts)
     facts.steps = total_steps(facts.config, facts.train_prompts)
     val_only = facts.config.trainer.val_only
@@ -318,8 +311,12 @@ def data(facts: Facts) -> str:
     )
 
 
-def check_export(key: str, path: str) -> None:
-    """Check that weights exported into a checkpoint are unchanged. Raises ModelError or CheckpointError."""
+def check_folder(key: str, path: str) -> None:
+    """Check that a folder has a model, and that weights exported into a checkpoint are unchanged.
+
+    Raises ModelError or CheckpointError.
+    """
+    check_model_folder(key, path)
     folder = Path(path).absolute()
     if not (folder.parent / MANIFEST).is_file():
         return
@@ -375,19 +372,18 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str 
     are checked; None checks the student's. Raises DataError: a prompt or a given completion has one; ModelError: only
     such tokens end a completion.
     """
-    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
-        for prompt in prompts:
-            parts = {"given completion": prompt.response_ids}  # trained ids are limited for all teachers
-            if of_teacher in (None, prompt.teacher):
-                own = prompt.teacher_ids if of_teacher else None
-                parts["prompt"] = prompt.token_ids if own is None else own
-            for name, ids in parts.items():
-                if ids is not None and (largest := int(ids.max(initial=0))) >= rows:
-                    raise DataError(
-                        f"{key}: the {name} of row {prompt.row} has the token "
-                        f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
-                        f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
-                    )
+    for key, prompt in facts.keyed_prompts():
+        parts = {"given completion": prompt.response_ids}  # trained ids are limited for all teachers
+        if of_teacher in (None, prompt.teacher):
+            own = prompt.teacher_ids if of_teacher else None
+            parts["prompt"] = prompt.token_ids if own is None else own
+        for name, ids in parts.items():
+            if ids is not None and (largest := int(ids.max(initial=0))) >= rows:
+                raise DataError(
+                    f"{key}: the {name} of row {prompt.row} has the token "
+                    f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
+                    f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
+                )
     if rows >= facts.num_ids:
         return
     excluded = facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:MAX_SHOWN])

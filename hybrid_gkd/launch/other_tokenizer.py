@@ -37,7 +37,7 @@ def tokenizers(facts: Facts) -> str:
                 continue
             spelling = Spelling(own, f"teacher {own_path}")
             if own.eos_token_id is None:
-                raise ModelError(f"teacher {own_path}: its tokenizer has no eos_token, so that no text would end")
+                raise ModelError(f"teacher {own_path}: its tokenizer has no eos_token, so no completion would end")
         with prefix_errors("actor_rollout_ref.model.path"):
             same = spelling.by_bytes.keys() & Spelling(facts.tokenizer, f"student {path}").by_bytes.keys()
         facts.other_tokenizers[teacher.key] = own
@@ -46,7 +46,10 @@ def tokenizers(facts: Facts) -> str:
 
 
 def make_scorer(facts: Facts, teacher: RunTeacher, client: Teacher, served: ModelInfo | None) -> TeacherScorer:
-    """Return the scorer of a teacher; of one with the student's tokenizer, beside others, with the same layout."""
+    """Return the scorer of a teacher.
+
+    If any teacher has another tokenizer, the scores of all are aligned, so that they have the same layout.
+    """
     if not facts.other_tokenizers:
         return TeacherScorer(client)
     loss, own = facts.config.distillation, facts.other_tokenizers.get(teacher.key)
@@ -56,7 +59,7 @@ def make_scorer(facts: Facts, teacher: RunTeacher, client: Teacher, served: Mode
     if own is None:
         spelling = student
     else:
-        stops = served.stop_token_ids or [own.eos_token_id]  # services of other programs need not name them
+        stops = served.stop_token_ids or [own.eos_token_id]  # services of other programs may not report them
         spelling, ends = Spelling(own, "teacher", ends=stops), _usual_first(facts.tokenizer, facts.stop_token_ids)
         roles = dict.fromkeys(_usual_first(own, stops), ends)
         others = spelling.specials.items()

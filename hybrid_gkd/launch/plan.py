@@ -97,7 +97,7 @@ def make_plan(
         phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
         places=placement_lines(config, device=device, engine=engine),
         times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
-        checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained) + TOKENIZER_BYTES,
+        checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
 
 
 def describe_service(config: Config, teacher: RunTeacher) -> str:
-    """Return which service of this run scores a local teacher's rows, and why not an earlier one with its model."""
+    """Describe the service that scores a local teacher's rows, and why it shares no earlier one with its model."""
     folder = teacher.section.model.lora_adapter_path
     adapter = f" with the adapter {folder}" if folder is not None else ""
     if teacher.service != teacher.label:
@@ -209,7 +209,7 @@ def unnecessary_offloads(memory: Memory, total: int, share: float) -> list[str]:
 def duration_line(config: Config, steps: int, done: int) -> str:
     """Return a line about the duration of the steps, from an earlier run in this folder with the same settings.
 
-    `steps`: of the whole run; `done`: completed ones.
+    `steps`: number of steps of the whole run; `done`: number of completed steps.
     """
     taken = earlier_step_seconds(config)
     todo = f"steps: {steps - done}"
@@ -293,8 +293,8 @@ def _speed_settings(config: Config) -> list[Any]:
 def check_free_memory(memory: Memory, placements: list[Placement], *, beside_teacher: bool = False) -> None:
     """Check that each worker's GPU is large enough for every phase, and that other processes leave enough of it free.
 
-    The placements are measured before the workers load. `beside_teacher`: a local teacher on the same GPU has its
-    memory already, or is about to take it. Raises ConfigError with the sizes.
+    The placements are measured before the workers load. `beside_teacher`: ignore the memory of a local teacher on the
+    same GPU, which may be allocated already. Raises ConfigError with the sizes.
     """
     on_gpus = [place for place in placements if place.gpu is not None]
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in on_gpus):
@@ -322,7 +322,7 @@ EXPORTED_FILES = 64
 
 
 def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -> None:
-    """Check that a machine has the host memory of a teacher with weights of the student beside its own.
+    """Check that a machine has the host memory for a second copy of the student's weights, if that is the teacher.
 
     `host`: see `RunPlan.host`; `free_bytes`: free memory of the machine. Raises ConfigError with the sizes.
     """
@@ -340,7 +340,7 @@ def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -
 
 
 def check_sleeping_teachers(config: Config, teachers: Mapping[str, TeacherPlacement], free_bytes: int) -> None:
-    """Check that this machine has the host memory of the teachers that sleep while it is another one's turn.
+    """Check that this machine has the host memory for the teachers that sleep while another one scores.
 
     `teachers`: by label; `free_bytes`: free memory of the machine. Raises ConfigError with the sizes.
     """
@@ -356,10 +356,10 @@ def check_sleeping_teachers(config: Config, teachers: Mapping[str, TeacherPlacem
 
 
 def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
-    """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, and the exports."""
+    """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, exports, tokenizer."""
     student = trained[0]
     adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0
-    return sum(model.saved for model in trained) + adapters + exported_bytes(section, student.spec)
+    return sum(model.saved for model in trained) + adapters + exported_bytes(section, student.spec) + TOKENIZER_BYTES
 
 
 def checkpoint_files(config: Config) -> int:
@@ -391,8 +391,10 @@ def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
 
 
 def room_for_snapshots(config: Config, trained: Sequence[TrainedSpec]) -> int:
-    """Return the bytes that must be free for the newest snapshot and the next one; 0 unless `trainer.snapshot_freq`
-    sets how many there are: others end where the disk is full."""
+    """Return the bytes that must be free for two snapshots, the newest and the next one.
+
+    0 without `trainer.snapshot_freq`: such snapshots end when the disk is full.
+    """
     if not config.trainer.snapshot_freq or not config.takes_snapshots:
         return 0
     return max(0, 2 * sum(model.saved for model in trained) - _file_bytes(config.run_dir, f"{SNAPSHOT}/**/*"))

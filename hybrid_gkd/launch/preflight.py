@@ -32,7 +32,6 @@ from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.other_tokenizer import tokenizers
 from hybrid_gkd.launch.plan import (
-    TOKENIZER_BYTES,
     check_host_memory,
     check_sleeping_teachers,
     checkpoint_bytes,
@@ -244,10 +243,10 @@ def checkpoint(facts: Facts) -> str:
 
 
 def disk(facts: Facts) -> str:
-    """Check that the run folder is writable and that the checkpoints of the run fit, and also its snapshots where
-    `trainer.snapshot_freq` sets their number."""
+    """Check that the run folder is writable and has room for the checkpoints and, with `trainer.snapshot_freq`, for
+    snapshots."""
     config, trainer = facts.config, facts.config.trainer
-    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained) + TOKENIZER_BYTES
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
     needed = disk_bytes(config, one, steps=facts.steps)
     files, snapshots = checkpoint_files(config) if needed else 0, room_for_snapshots(config, facts.trained)
     if not config.takes_snapshots or trainer.snapshot_dir is None:
@@ -295,9 +294,9 @@ CHECKS = (
 def check_disk(
     run_dir: Path, needed: int, *, files: int = 0, key: str = "trainer.default_local_dir", what: str = "checkpoints"
 ) -> str:
-    """Write to the disk of the run folder, or of another one that `key` names for `what`.
+    """Check that a folder can be written to and has `needed` bytes and inodes for `files` free.
 
-    Raises ConfigError if that fails, or fewer than `needed` bytes or inodes for `files` are free.
+    `key`: configuration key of the folder; `what`: what is stored there, for the messages. Raises ConfigError.
     """
     try:
         folder = try_to_write(run_dir)

@@ -1,6 +1,6 @@
-"""Train, and replace lost workers within the run: their pool is built again and gets the run's newest state.
+"""Train; after the loss of workers, build their pool again within the run and resume from the newest saved state.
 
-Ray, the teachers and a separate pool that is intact stay. `supervise.py` starts the whole run again after other faults.
+Ray, the teachers and an intact separate pool are kept. `supervise.py` starts the whole run again after other faults.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Build = Callable[[Facts, contextlib.ExitStack, list[Pool]], PPOTrainer]
 ENDING_SECONDS = 30.0
-"""Time for lost workers on this machine to end and to free their memory."""
+"""Timeout for lost workers on this machine to end and free their memory."""
 
 
 def fit_with_restarts(
@@ -44,16 +44,16 @@ def fit_with_restarts(
     """Train and return the trainer; replace lost workers, at most `trainer.max_restarts` times.
 
     Args:
-        facts: of the run, with the state to begin from.
+        facts: results of the checks, with the checkpoint to resume from.
         stack: closing it stops the last workers.
-        build: starts the workers, besides those of given pools, and builds their trainer; closing the given stack
-            stops all.
-        is_ready: called when the first ones are.
+        build: starts the workers, except those of the given pools, and returns their trainer; closing the given stack
+            stops them all.
+        is_ready: called when the first workers are ready.
 
     Raises the errors of `build` and `PPOTrainer.fit`; CheckpointError: the states to restart from are damaged.
     """
     config, failures = facts.config, list[int]()
-    # Without checkpoints there is nothing to wait for.
+    # Without checkpoints, finishing the current step would save nothing.
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     kept = list[Pool]()
     while True:
@@ -96,7 +96,7 @@ def fit_with_restarts(
 def build_with(
     kept: list[Pool], build: Build, facts: Facts, stack: contextlib.ExitStack
 ) -> tuple[PPOTrainer, contextlib.ExitStack]:
-    """Return a trainer, and the stack that stops its workers; if it cannot use the kept ones, all are built again."""
+    """Return a trainer and the stack that stops its workers; build all pools again if the kept ones cannot be used."""
     own = stack.enter_context(contextlib.ExitStack())
     try:
         return build(facts, own, kept), own
@@ -109,7 +109,7 @@ def build_with(
 
 
 def take_snapshots(trainer: PPOTrainer) -> None:
-    """Let the trainer take snapshots if configured. Others than the one that it resumed from are removed."""
+    """Enable snapshots if configured. Remove those of earlier runs, unless the trainer resumed from one."""
     if trainer.saving.snapshot is None:
         remove_snapshots(trainer.store.run_dir)
     if trainer.config.takes_snapshots and trainer.group.saves_in_background:
@@ -117,7 +117,7 @@ def take_snapshots(trainer: PPOTrainer) -> None:
 
 
 def may_restart(error: WorkerError, failures: list[int], most: int) -> bool:
-    """Return whether the workers may be replaced. `failures`: the steps that have failed, the present one last."""
+    """Return whether the workers may be replaced. `failures`: steps that failed, the newest failure last."""
     if most == 0 or isinstance(error, RayLost):
         return False
     repeats = failures[-2:-1] == failures[-1:]
@@ -130,7 +130,7 @@ def may_restart(error: WorkerError, failures: list[int], most: int) -> bool:
 
 
 def newest_intact(states: list[tuple[int, Path]]) -> Resumption | None:
-    """Return the first intact one of these checkpoints; None without any. Raises CheckpointError: all are damaged."""
+    """Return the first intact checkpoint; None if there are none. Raises CheckpointError: all are damaged."""
     damaged: CheckpointError | None = None
     for _, folder in states:
         try:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -110,7 +110,6 @@ def run(
         facts = check_all(config, log_only=("plan",) if draws else ())
         if facts.finished:
             return finished_message(facts)
-        assert facts.plan is not None
         if draws:
             lines = describe_placement(config, facts.plan)
             show_plan(sys.stderr, lines, facts.plan.phases, card_bytes=facts.plan.card_bytes)
@@ -124,7 +123,6 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
     `about`: further fields of starts.jsonl. Raises as `run`.
     """
     config = facts.config
-    assert facts.plan is not None
     with exit_stack() as stack:
         stack.enter_context(locked_run_folder(config))
         folder = os.stat(config.run_dir)
@@ -160,7 +158,7 @@ def exit_stack() -> Iterator[contextlib.ExitStack]:
 
 
 def check_run_folder(run_dir: Path, before: os.stat_result, checkpoint: Path | None) -> None:
-    """Raise CheckpointError unless the run folder is that of the start, and the newest checkpoint is in it."""
+    """Raise CheckpointError if the run folder was replaced since the start, or lacks the newest checkpoint."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(run_dir), before) and (checkpoint is None or checkpoint.is_dir()):
             return
@@ -214,7 +212,6 @@ class Assembly:
     """
 
     def __init__(self, facts: Facts, stack: contextlib.ExitStack, stopping: Stopping):
-        assert facts.plan is not None
         config, memory = facts.config, facts.plan.memory
         saves = config.trainer.save_freq != 0 and not config.trainer.val_only
         self.facts, self.stopping, self.store = facts, stopping, CheckpointStore(
@@ -239,13 +236,13 @@ class Assembly:
         self.teachers.connect()
         for teacher in run_teachers(self.facts.config):
             if client := self.teachers.clients.get(teacher.label):
-                # Known now also for a model of the hub.
+                # Checked again: for a model of the hub, the hash of its weights is known only now.
                 check_same_teacher(self.facts, teacher, next(iter(client.served.values())))
                 logger.info("%s: %s", teacher.label, check_confidence(self.facts, teacher, client))
         return self.teachers.scorer()
 
     def build(self, facts: Facts, stack: contextlib.ExitStack, kept: Sequence[Pool] = ()) -> PPOTrainer:
-        """Start the workers, besides those that are `kept`, and build their trainer; closing `stack` stops all.
+        """Start the workers, except the `kept` pools, and build their trainer; closing `stack` stops them all.
 
         Raises HybridGKDError.
         """
@@ -275,7 +272,6 @@ class Assembly:
             arguments["prompts"] = CompletionPrompts(config, facts.tokenizer, rewards, teacher_templates(config))
         if config.teaches_itself:
             return GKDTrainer(config, teacher=OwnTeacher(config, group, clock, num_ids=facts.num_ids), **arguments)
-        assert facts.plan is not None
         memory = facts.plan.memory
         takes_turns = any(place.takes_turns for place in memory.teachers.values())
         arguments |= {"check_teacher": self.teachers.check, "shares_gpu": memory.shares_gpu, "takes_turns": takes_turns}
@@ -287,12 +283,11 @@ def start_workers(
     facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None],
     kept: Sequence[Pool] = (),
 ) -> WorkerGroup:
-    """Start all workers with student and rollout engine, besides those that are `kept`.
+    """Start all workers with student and rollout engine, except the `kept` pools.
 
     Raises HybridGKDError, also if a local teacher ends.
     """
     config, plan = facts.config, facts.plan
-    assert plan is not None
     assert plan.steps is not None
     prompts, trained = config.data.train_batch_size, max(0, plan.steps - config.trainer.critic_warmup)
     group = WorkerGroup(
@@ -348,9 +343,14 @@ def locked_run_folder(config: Config) -> Iterator[None]:
         raise ConfigError("trainer.default_local_dir", f"cannot be written to: {error}", show_value=False) from error
     with lock:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not try_lock(lock):
-            if time.monotonic() > deadline:
-                raise ConfigError("trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    rule = f"another process is training in {run_dir}"
+                    raise ConfigError("trainer.experiment_name", rule, run_dir.name) from error
             time.sleep(LOCK_SECONDS / 100)
         if config.trainer.resume_mode == "disable" and run_dir.exists():
             CheckpointStore(run_dir, keep=None).release()  # left by a killed run
@@ -358,15 +358,6 @@ def locked_run_folder(config: Config) -> Iterator[None]:
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)
         yield
-
-
-def try_lock(file: TextIO) -> bool:
-    """Try to lock the file for this process; return whether that succeeded."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None, *, resumed: bool) -> str:

@@ -166,7 +166,7 @@ def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int, t
 def teacher_environment(
     section: TeacherConfig, place: TeacherPlacement, device: str, num_threads: int
 ) -> dict[str, str]:
-    """Return the environment variables that set its GPUs or its number of CPU threads.
+    """Return the environment variables that set a local teacher's GPUs or number of CPU threads.
 
     Raises ConfigError if a local teacher needs more GPUs than there are.
     """
@@ -185,7 +185,7 @@ def teacher_environment(
 class RunTeachers:
     """The teachers of a run: services that it starts, which load in the background, and clients of all.
 
-    Given services are connected at once. Raises TeacherError, ConfigError.
+    Running services are connected at once. Raises TeacherError, ConfigError.
 
     Args:
         facts: results of the checks.
@@ -194,7 +194,6 @@ class RunTeachers:
     """
 
     def __init__(self, facts: Facts, stack: contextlib.ExitStack, loading: Config):
-        assert facts.plan is not None
         self.facts, self.stack, self.places = facts, stack, facts.plan.memory.teachers
         self.clients: dict[str, TeacherClient] = {}
         """Connected teachers by label."""
@@ -219,7 +218,7 @@ class RunTeachers:
     def check(self) -> None:
         """Raise TeacherError if a service of this run has ended, WorkerError if Ray has.
 
-        The workers may have nothing to do while a teacher is waited for.
+        Called during waits for a teacher, in which idle workers would not report a failure.
         """
         check_ray()
         for process in self.processes.values():

@@ -16,7 +16,7 @@ def members(group: int) -> set[int]:
 def _running(stats: Iterable[Path]) -> Iterator[tuple[int, int]]:
     """Yield id and group of the processes of these files of /proc that are running."""
     for stat in stats:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has just ended
             state, _, group = stat.read_bytes().rpartition(b")")[2].split()[:3]  # a name may be cut within a character
             if state not in b"ZX":
                 yield int(stat.parent.name), int(group)

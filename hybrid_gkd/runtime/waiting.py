@@ -96,9 +96,9 @@ class _Overdue(BaseException):
 
 @contextlib.contextmanager
 def interrupted_after(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
-    """Interrupt code of others in the block after `seconds`, and raise `error()` instead. Blocks must not be nested.
+    """Interrupt third-party code in the block after `seconds` and raise `error()`. Blocks must not be nested.
 
-    Only for Python code in the main thread: a call into a library ends first, and other threads have no timer.
+    Works for Python code in the main thread only: a call into a C library ends first, and other threads have no timer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

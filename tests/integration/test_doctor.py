@@ -18,7 +18,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.launch import doctor, preflight
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.plan import TOKENIZER_BYTES, check_free_memory, checkpoint_bytes
+from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
 from hybrid_gkd.launch.preflight import check_disk
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
@@ -117,7 +117,7 @@ def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, m
     """The run has two steps, so it keeps two checkpoints although three are allowed; three if the steps are unknown."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
     trained = trained_models(config, student_spec(config))
-    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained) + TOKENIZER_BYTES
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained)
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
     assert "is writable" in preflight.disk(Facts(config, trained=trained, steps=2))
     with pytest.raises(ConfigError, match="default_local_dir"):
