@@ -48,14 +48,15 @@ def dry_run(config: Config) -> int:
 
 
 def run_training(config: Config, options: argparse.Namespace, stopping: Stopping) -> None:
-    """Train and print the final table."""
+    """Train and print the final table; on a terminal also print the next steps."""
     with gc_paused():
         from hybrid_gkd.launch import run
 
     recipe, changed = changed_from_recipe(config, options)
-    run.train(
-        config, teacher_accuracy=demo_teacher_accuracy(config), recipe=recipe, changed=changed, stopping=stopping
-    )
+    accuracy = demo_teacher_accuracy(config)
+    table = run.run(config, teacher_accuracy=accuracy, recipe=recipe, changed=changed, stopping=stopping)
+    print(table, flush=True)
+    run.suggest_next_steps(config)
 
 
 if __name__ == "__main__":

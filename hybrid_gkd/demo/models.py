@@ -107,12 +107,12 @@ def prompt_text(prompt: str) -> str:
 
 
 def greedy_answers(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int, batch_size: int = 512
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int
 ) -> list[str]:
     """Return the greedy completion of every row's prompt, of at most `limit` tokens, without special tokens."""
     import torch
 
-    texts: list[str] = []
+    texts, batch_size = list[str](), 512
     for start in range(0, len(rows), batch_size):
         prompts = [prompt_text(row["prompt"]) for row in rows[start : start + batch_size]]
         tokens = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(model.device)

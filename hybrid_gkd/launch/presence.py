@@ -13,7 +13,7 @@ from hybrid_gkd.errors import ModelError, call_all
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
 
 
-def check_paths_exist(config: Config, demos: Collection[Path] = ()) -> None:
+def check_paths_exist(config: Config, demos: Collection[Path]) -> None:
     """Check that configured files and folders exist, except below `demos`, which may have to be built first.
 
     Raises ModelError, DataError.

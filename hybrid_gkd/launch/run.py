@@ -62,22 +62,18 @@ LOCK_SECONDS = 1.0
 """Timeout for the lock of a run folder; a report holds it for less while it checks whether the run is active."""
 
 
-def train(
-    config: Config, *, teacher_accuracy: float | None = None, recipe: str | None = None,
-    changed: Mapping[str, Any] = MappingProxyType({}), stopping: Stopping | None = None,
-) -> None:
-    """Call `run` and print the final table; on a terminal also print the next steps."""
-    text = run(config, teacher_accuracy=teacher_accuracy, recipe=recipe, changed=changed, stopping=stopping)
-    print(text, flush=True)
-    if is_interactive(config.trainer.console):
-        report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
-        exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
-        show_next_steps(
-            sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
-            huggingface=next((folder for folder in exports if folder.is_dir()), None),
-            base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(),
-            train_on=further_overrides(config),
-        )
+def suggest_next_steps(config: Config) -> None:
+    """Print commands to use after a run, on a terminal."""
+    if not is_interactive(config.trainer.console):
+        return
+    report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
+    exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
+    show_next_steps(
+        sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
+        huggingface=next((folder for folder in exports if folder.is_dir()), None),
+        base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(),
+        train_on=further_overrides(config),
+    )
 
 
 def further_overrides(config: Config) -> list[str]:
