@@ -22,6 +22,7 @@ from transformers import (
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import (
+    TOKENIZER_BYTES,
     check_free_memory,
     check_sleeping_teachers,
     checkpoint_bytes,
@@ -87,7 +88,8 @@ def plan_of(given, spec, device, **options):
 
 
 def checkpoint_size(given, spec):
-    return checkpoint_bytes(given.actor_rollout_ref.actor.checkpoint, trained_models(given, spec))
+    """Without the tokenizer."""
+    return -TOKENIZER_BYTES + checkpoint_bytes(given.actor_rollout_ref.actor.checkpoint, trained_models(given, spec))
 
 
 @pytest.mark.slow
