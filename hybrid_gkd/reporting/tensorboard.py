@@ -14,13 +14,13 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """Writes event files in the run folder. A resumed run adds a file that hides the steps it repeats."""
+    """Writes event files in the run folder. A later start adds a file that hides the steps it repeats."""
 
     def __init__(self, info: RunInfo):
         from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
 
         folder = info.run_dir / "tensorboard"
-        purge_step = info.start_step + 1 if info.resume else None
+        purge_step = info.start_step + info.resume
         self._writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=FLUSH_SECONDS)
         logger.info("view the run in a browser: tensorboard --logdir %s", folder)
 

@@ -549,12 +549,13 @@ def test_tensorboard_shows_every_step_once_also_after_a_resume(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_steps(tmp_path, [1, 2, 3], loggers=["tensorboard"])
+    run_steps(tmp_path, [0, 1, 2, 3, 4, 5], loggers=["tensorboard"])  # killed before its first checkpoint
+    run_steps(tmp_path, [0, 1, 2, 3], loggers=["tensorboard"])
     run_steps(tmp_path, [3, 4], loggers=["tensorboard"], start_step=2, resume=True)
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert [(event.step, round(event.value, 6)) for event in found.Scalars("actor/kl_loss")] == [
-        (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4),
+        (0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4),
     ]  # fmt: skip
     text = found.Tensors("val/generations/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "    The sum is 42." in text
