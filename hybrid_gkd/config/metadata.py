@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hybrid_gkd.runtime.addresses import is_ray_address
 from hybrid_gkd.runtime.imports import is_import_path
 
 MAY_BE_INFINITE = {"may_be_infinite": True}
@@ -53,5 +54,6 @@ MODULES = rule(
     "must be a name or a list of names",
     lambda value: isinstance(value, str | list) and bool(value) and all(isinstance(v, str) and v for v in value),
 )
+RAY_ADDRESS = rule("must be host:port of a running cluster, or auto for the one on this machine", is_ray_address)
 IMPORT_PATH = rule("must be module:name or file.py:name", is_import_path)
 TRACKERS = names("console", "jsonl", "tensorboard", "trackio", "wandb", or_own=True)

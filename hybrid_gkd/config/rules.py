@@ -12,6 +12,7 @@ from hybrid_gkd.config.learning import ADV_ESTIMATORS, CUSTOM, MODEL, REWARD_FUN
 from hybrid_gkd.config.loss_rules import ARR, Rules, distillation_loss, given_answers
 from hybrid_gkd.config.schema import Config, prompts_per_update
 from hybrid_gkd.config.teachers import NAMED, UNNAMED, has_several_teachers, run_teachers
+from hybrid_gkd.runtime.addresses import is_address
 
 LENGTHS = "data.max_prompt_length + data.max_response_length"
 
@@ -352,7 +353,6 @@ def _is_pattern(text: str) -> bool:
 def _teacher(config: Config) -> Rules:
     section, longest = config.actor_rollout_ref.teacher, config.max_reading_length
     given, ends = section.server_ip is not None, section.endpoints
-    valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
     key = f"{ARR}.teacher"
     if config.teaches_itself:
         yield from _own_teacher(config)
@@ -364,7 +364,7 @@ def _teacher(config: Config) -> Rules:
     )
     yield f"{key}.server_port", not given or section.server_port != 0, "must be set together with server_ip"
     yield (
-        f"{key}.server_ip", not given or (len(set(ends)) == len(ends) and all(valid)),
+        f"{key}.server_ip", not given or (len(set(ends)) == len(ends) and all(map(is_address, ends))),
         "must be host, host:port, or several different ones separated by commas",
     )
     yield (

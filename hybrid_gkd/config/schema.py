@@ -210,7 +210,7 @@ class RolloutPoolConfig:
 class RayInitConfig:
     """Connection to Ray."""
 
-    address: str | None = None
+    address: str | None = field(default=None, metadata=rules.RAY_ADDRESS)
     """Address of a running cluster; null starts one on this machine for the duration of the run."""
     num_cpus: int | None = field(default=None, metadata=rules.POSITIVE)
     """CPUs of a local cluster; null takes all."""

@@ -30,6 +30,7 @@ from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
+from hybrid_gkd.teacher.network import endpoint_url
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, assign_gpus
 from hybrid_gkd.teacher.server.turns import GpuTurns
@@ -162,6 +163,7 @@ def join(arguments: argparse.Namespace) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != arguments.die_with_parent:  # the parent ended before the call
             return 1
+    endpoint_url(arguments.proxy_addr)  # raises for an invalid address before the model is loaded
     own_keys = load_keys(arguments.keys) if arguments.keys else None
     with gc_paused():  # imported here, because the broker's process does not need torch
         from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine

@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.runtime.addresses import is_address
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys, Role
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer
@@ -153,15 +154,14 @@ class Dealer:
 
 def endpoint_url(address: str) -> str:
     """Return the tcp:// URL of ``host:port``. Raises TeacherError: invalid address."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not is_address(address):
         raise TeacherError(f"{address!r} is not a teacher address; expected host:port, for example 127.0.0.1:15555")
-    return f"tcp://{host}:{port}"
+    return f"tcp://{address}"
 
 
 def resolve(host: str) -> str:
     """Return the IP address of `host`. Raises TeacherError: the name does not resolve."""
     try:
         return socket.gethostbyname(host)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty or too long part
         raise TeacherError(f"--host {host}: not an address of this machine ({error})") from error

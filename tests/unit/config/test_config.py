@@ -95,6 +95,10 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("trainer.logger.0=wandb", ["trainer.logger"]),
         ("actor_rollout_ref.teacher.server_ip=http://a:15555", ["teacher.server_ip", "host:port", "http://a"]),
         ("actor_rollout_ref.teacher.server_ip=a:b", ["teacher.server_ip", "host:port", "a:b"]),
+        ("actor_rollout_ref.teacher.server_ip=a..b", ["teacher.server_ip", "host:port", "a..b"]),
+        ("ray_init.address=a..b:6379", ["ray_init.address", "host:port", "a..b:6379"]),
+        ("ray_init.address=10.0.0.1", ["ray_init.address", "host:port", "10.0.0.1"]),
+        ("ray_init.address=local", ["ray_init.address", "running cluster", "local"]),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", ["actor.optim.betas", "below 1", "1.0"]),
         ("actor_rollout_ref.rollout.top_k=-2", ["actor_rollout_ref.rollout.top_k", "-2"]),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", ["tensor_model_parallel_size", "divide", "3"]),
@@ -388,6 +392,11 @@ def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
         load_config([OWN[1], "reward.answer_key=answer"], config_name="ppo")
     with pytest.raises(ConfigError, match=r"--config-name.*nothere"):
         load_config(OWN, config_name="nothere", config_path=tmp_path)
+
+
+def test_ray_addresses():
+    for address in ("head:6379", "10.0.0.1:6379", "[fe80::1]:6379", "ray://head.example:10001", "auto"):
+        assert load_config([*OWN, f"ray_init.address={address}"]).ray_init.address == address
 
 
 def test_teacher_endpoints():

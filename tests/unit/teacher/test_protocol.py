@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.__main__ import main
 from hybrid_gkd.teacher.limits import check_request, rejection_reason
 from hybrid_gkd.teacher.ranges import count_ranges, positions_of, ranges_of
 from hybrid_gkd.testing import tail_of
@@ -334,7 +335,20 @@ def test_as_many_ranges_are_taken_as_fit_into_a_header():
     assert f"has {most + 1} separate ranges" in rejection_reason(more, model)
 
 
-@pytest.mark.parametrize("address", ["", "15555", "host:", "host:x", "host:0", "host:70000", ":15555"])
+@pytest.mark.parametrize("address", [
+    "", "15555", "host:", "host:x", "host:0", "host:70000", ":15555", "tcp://host:1", "a..b:1", f"{'a' * 64}:1", "-a:1",
+    "h\xe9:1", "a b:1", "host:\u0663",
+])  # fmt: skip
 def test_bad_addresses(address):
     with pytest.raises(TeacherError, match="host:port"):
         network.endpoint_url(address)
+
+
+def test_a_worker_and_a_service_with_a_bad_address_end_before_the_model_is_loaded(capsys, monkeypatch):
+    for arguments, error in (
+        ("join --proxy-addr tcp://host:1", "error: 'tcp://host:1' is not a teacher address; expected host:port"),
+        ("serve --insecure --host a..b", "error: --host a..b: not an address of this machine"),
+    ):
+        monkeypatch.setattr("sys.argv", ["teacher", *arguments.split(), "--ckpt-path", "nothere"])
+        assert main() == 1
+        assert error in capsys.readouterr().err
