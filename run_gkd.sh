@@ -66,7 +66,7 @@ is_installed() {
     [[ $device == cuda ]] || ! has_gpu
 }
 
-logged() { "$@" >>"$log" 2>&1 </dev/null; }
+logged() { "$@" >>"$log" 2>&1 </dev/null & wait $!; }  # signals interrupt `wait`, not a command
 pip() { logged "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 packages() {  # install or uninstall with uv, or with pip if uv is missing or fails
     local anew=""
@@ -100,18 +100,19 @@ give_up() {
     fail "installation failed; the whole log is $log"
 }
 
-# A subshell, so that lock, working directory and uv's settings do not affect the program that starts afterwards.
-install() (
+# Runs in the background: lock, working directory and uv's settings do not affect the program that starts afterwards,
+# and a signal to this script alone ends it too.
+install() {
     mkdir -p "$venv" && [[ -w $venv ]] ||
         fail "cannot install into $venv: it is not writable; set HYBRID_GKD_VENV=/path to another folder"
-    # pip turns Ctrl-C into an ordinary failure, after which other ways of installing would be tried.
-    trap 'fail "interrupted; the next start installs again"' INT
+    trap 'say "interrupted; the next start installs again"; kill $(jobs -p) 2>/dev/null; exit 1' INT TERM HUP
     # One installation at a time: a second start waits, then finds the work done.
     if command -v flock >/dev/null; then
         exec 9>"$venv/hybrid_gkd.lock"
         flock -n 9 || if [[ $? == 1 ]]; then  # held; other codes are of file systems without locks
             say "another start holds the lock of $venv: waiting for it, for an hour at most; its log: $log"
-            flock -w 3600 9 || fail "the other start still holds the lock of $venv after an hour: stop it and retry"
+            logged flock -w 3600 9 ||
+                fail "the other start still holds the lock of $venv after an hour: stop it and retry"
         fi
         if is_installed; then exit 0; fi
     fi
@@ -161,12 +162,12 @@ install() (
     printf '%s %s %s\n' "$wanted" "$device" "$dev" >"$stamp.new"
     mv "$stamp.new" "$stamp"
     rm -f "$begun"
-)
+}
 
 install_only="" dev=""
 if [[ ${1:-} == --install-only ]]; then
     install_only=yes dev=${2:-}
-    [[ -z $dev || $dev == dev ]] || fail "--install-only takes nothing or dev, not $dev"
+    [[ $# -le 2 && (-z $dev || $dev == dev) ]] || fail "--install-only takes nothing or dev, not ${*:2}"
 fi
 
 venv=${HYBRID_GKD_VENV:-${VIRTUAL_ENV:-$here/.venv}}
@@ -185,7 +186,13 @@ if ! is_installed; then
     elif [[ ! -f $log ]]; then
         ready=$python  # an environment of the user, into which this script has never installed
     fi
-    if [[ -n $ready ]] && is_complete "$ready"; then python=$ready; else install || exit 1; fi
+    if [[ -n $ready ]] && is_complete "$ready"; then
+        python=$ready
+    else
+        install & job=$!
+        trap 'kill "$job" 2>/dev/null; wait "$job" || exit 1' INT TERM HUP
+        wait "$job" || exit 1
+    fi
 fi
 
 if [[ -n $install_only ]]; then

@@ -21,7 +21,7 @@ MODULES = {"pyzmq": "zmq"}
 # `-m venv` puts it into the environment; `pip install uv` puts it there as uv. It refuses what $REFUSED matches.
 PYTHON = r"""#!/bin/bash
 tool="${0##*/} $*"
-trap 'exit 1' INT  # as pip does
+trap 'kill $(jobs -p) 2>/dev/null; exit 1' INT TERM  # as pip does
 case $tool in
     *"-m pip config list") printf '%s\n' "${SETTINGS:-}"; exit ;;
     *" -c "*) exit ;;  # new enough, with CUDA
@@ -32,7 +32,7 @@ case $tool in
     *"pip show"*) [[ ${HAS:-} == "${@: -1}" ]]; exit ;;
 esac
 echo "$tool UV_FIND_LINKS=${UV_FIND_LINKS:-} UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-}" >>"$CALLS"
-if [[ $tool =~ ${SLOW_AT:-} ]]; then sleep "${SLOW:-0}"; fi
+if [[ $tool =~ ${SLOW_AT:-} ]]; then sleep "${SLOW:-0}" & wait $!; fi
 if [[ -n ${REFUSED:-} && $tool =~ $REFUSED ]]; then echo "cannot: $tool"; exit 1; fi
 """
 
@@ -123,9 +123,10 @@ def test_the_test_tools_are_installed_when_asked_for_and_new_requirements_are_no
         assert start("--install-only")[1] == []  # what there is includes what is asked for
         assert start("--install-only", "dev")[1] == []
         (start.venv.parent / "setup.cfg").open("a", encoding="utf-8").write("# another torch\n")
-    done, _ = start("--install-only", "tests")
-    assert done.returncode == 1
-    assert "takes nothing or dev, not tests" in done.stderr
+    for wrong in (["tests"], ["dev", "trainer.total_epochs=3"]):
+        done, _ = start("--install-only", *wrong)
+        assert done.returncode == 1
+        assert f"takes nothing or dev, not {' '.join(wrong)}\n" in done.stderr
 
 
 @pytest.mark.slow
@@ -203,11 +204,14 @@ def test_a_start_that_waits_for_another_ones_installation_says_so(start):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("send", [
+    lambda process: os.killpg(process.pid, signal.SIGINT), lambda process: process.terminate(),
+], ids=["Ctrl-C", "SIGTERM to the script alone"])  # fmt: skip
 @pytest.mark.parametrize("at", ["-m pip .* install uv", "^uv pip install", "-m venv"])
-def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
+def test_an_interrupted_installation_ends_and_is_begun_anew(start, at, send):
     def interrupt(process, calls):
         wait_for(at, calls)
-        os.killpg(process.pid, signal.SIGINT)
+        send(process)
 
     done, calls = start("trainer.total_epochs=3", SLOW="30", SLOW_AT=at, meanwhile=interrupt)
     assert (done.returncode, done.stdout) == (1, "")
