@@ -193,13 +193,15 @@ def _parse_override(override: str) -> Tree | ConfigError:
     if not _is_utf8(value):
         return ConfigError(key, "must be UTF-8 text, and the locale one of UTF-8 (LC_ALL, LANG)", value)
     try:
-        if is_text(own):
-            return _nested(own.split("."), typed(value, own))
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+")]))
-        if value.lstrip().startswith("{"):
-            section = functools.reduce(operator.getitem, own.split("."), parsed)
-            return _nested(own.split("."), keep_typed(section, value, own))
-        return parsed
+        parsed: Any = _nested(own.split("."), typed(value, own)) if is_text(own) else (
+            OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+")]))
+        )
+        if not value.lstrip().startswith("{"):
+            return parsed
+        if any(each is None and ":" in path[-1] for path, each in _leaves(parsed) if isinstance(path[-1], str)):
+            return ConfigError(key, "must have a space after each colon, as in {name: value}", value)
+        section = functools.reduce(operator.getitem, own.split("."), parsed)
+        return parsed if is_text(own) else _nested(own.split("."), keep_typed(section, value, own))
     except Exception as error:  # the value is parsed as YAML, which has its own error types
         return ConfigError(key, f"the value is not valid YAML: {_reason(error)}", value)
 

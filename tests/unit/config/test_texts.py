@@ -50,6 +50,9 @@ def test_yaml_files_keep_texts_too(tmp_path):
         ("data.val_files=${USER}.jsonl", r"data\.val_files: .*'USER' not found: .*; got '\$\{USER\}\.jsonl'"),
         ("trainer.seed=${no.such}", r"trainer\.seed: .*'no\.such' not found: .*; got '\$\{no\.such\}'"),
         ("data.val_files=[a, *.jsonl]", r"data\.val_files: the value is not valid YAML: .*; got '\[a, \*\.jsonl\]'"),
+        *((f"{key}={{a: 1, b:2}}", rf"{key}: must have a space after each colon.*; got '\{{a: 1, b:2\}}'") for key in (
+            "data.train_files", "actor_rollout_ref.model.override_config", "trainer.wandb",
+        )),
         ("trainer.experiment_name='a", r"trainer\.experiment_name: the value is not valid YAML: .*; got \"'a\""),
     ],
 )
