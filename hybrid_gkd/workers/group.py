@@ -18,7 +18,7 @@ import ray
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
-from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.errors import ConfigError, HybridGKDError, WorkerError
 from hybrid_gkd.offload.budget import EngineMemory
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
@@ -93,6 +93,8 @@ class WorkerGroup:
                 if pool not in kept:
                     pool.begin()
             refuse_shared_gpus(self.placements)
+            if log_folder is None and config.trainer.save_freq != 0 and not config.trainer.val_only:
+                refuse_separate_folders(config, self.placements, self.log_files)
             on_placed(self.placements)
             self.saves_in_background = host_memory_suffices(self.actors.placements, copy_bytes)
             """True if training workers have the memory for `take_snapshot`."""
@@ -420,6 +422,16 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
                 f"trainer.n_gpus_per_node: {first.worker} and {place.worker} have the same GPU ({place.gpu}); "
                 f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')} here"
             )
+
+
+def refuse_separate_folders(config: Config, placements: list[Placement], log_files: list[Path]) -> None:
+    """Raise ConfigError if a worker has written its log to a folder that this machine does not see: its part of a
+    checkpoint would be lost."""
+    for place, file in zip(placements, log_files, strict=True):
+        if not file.exists():
+            rule = f"must be a folder that all nodes share: {place.worker} at {place.host} has written to {file}, which"
+            value = config.trainer.default_local_dir
+            raise ConfigError("trainer.default_local_dir", f"{rule} is not on this machine", value)
 
 
 def host_memory_suffices(placements: list[Placement], copy_bytes: float | None) -> bool:
