@@ -55,6 +55,8 @@ POLL_SECONDS = 0.1
 """Minimum wait for progress of a generation."""
 MAX_HOST_FRACTION = 0.9
 """Maximum fraction of a host's free memory that workers may be planned to use."""
+VISIBLE_SECONDS = 10.0
+"""Time until a file that another node has written must be visible."""
 
 
 class WorkerGroup:
@@ -94,7 +96,7 @@ class WorkerGroup:
                     pool.begin()
             refuse_shared_gpus(self.placements)
             if log_folder is None and config.trainer.save_freq != 0 and not config.trainer.val_only:
-                refuse_separate_folders(config, self.placements, self.log_files)
+                refuse_separate_folders(config, self.actors)
             on_placed(self.placements)
             self.saves_in_background = host_memory_suffices(self.actors.placements, copy_bytes)
             """True if training workers have the memory for `take_snapshot`."""
@@ -424,14 +426,25 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
             )
 
 
-def refuse_separate_folders(config: Config, placements: list[Placement], log_files: list[Path]) -> None:
-    """Raise ConfigError if a worker has written its log to a folder that this machine does not see: its part of a
-    checkpoint would be lost."""
-    for place, file in zip(placements, log_files, strict=True):
-        if not file.exists():
-            rule = f"must be a folder that all nodes share: {place.worker} at {place.host} has written to {file}, which"
-            value = config.trainer.default_local_dir
-            raise ConfigError("trainer.default_local_dir", f"{rule} is not on this machine", value)
+def refuse_separate_folders(config: Config, workers: Pool) -> None:
+    """Raise ConfigError if a training worker has written its log to a folder that this machine does not see: its part
+    of a checkpoint would be lost."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    for place, file in zip(workers.placements, workers.log_files, strict=True):
+        while not is_visible(file):
+            if time.monotonic() > deadline:
+                found = f"{place.worker} at {place.host} has written to {file}, which is not on this machine"
+                rule, value = f"must be a folder that all nodes share: {found}", config.trainer.default_local_dir
+                raise ConfigError("trainer.default_local_dir", rule, value)
+            time.sleep(0.5)
+
+
+def is_visible(file: Path) -> bool:
+    """Return whether a file exists; opening its folders makes network file systems look for new entries."""
+    for folder in (file.parent.parent, file.parent):
+        if folder.is_dir():
+            os.listdir(folder)
+    return file.exists()
 
 
 def host_memory_suffices(placements: list[Placement], copy_bytes: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""What a group of workers refuses once its processes are placed, without Ray."""
+"""Checks of a group of workers after its processes are placed, without Ray."""
 
 from types import SimpleNamespace
 
@@ -14,9 +14,12 @@ def test_nodes_that_do_not_share_the_run_folder_are_refused_before_anything_is_l
     (tmp_path / "worker_0.log").touch()
     pool = SimpleNamespace(
         size=2, log_files=[tmp_path / f"worker_{rank}.log" for rank in range(2)], begin=lambda: None, descriptions=[],
-        placements=[Placement(rank=rank, host=host, pid=1, visible_devices="") for rank, host in enumerate(["here", "far"])],
+        placements=[
+            Placement(rank=rank, host=host, pid=1, visible_devices="") for rank, host in enumerate(["here", "far"])
+        ],
     )
     closed = []
+    monkeypatch.setattr(group, "VISIBLE_SECONDS", 0.0)
     monkeypatch.setattr(group, "place_workers", lambda *arguments: [pool])
     monkeypatch.setattr(group.WorkerGroup, "close", lambda self: closed.append(self))
     config = tiny_config("trainer.save_freq=1", "trainer.default_local_dir=outputs")
