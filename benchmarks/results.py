@@ -205,7 +205,7 @@ def train(run: Run, settings: Settings, place: int, deadline: float, over: threa
         "setting": run.setting, "overrides": " ".join(overrides_of(run, settings)), "together": settings.together,
         **in_words(settings.paths),
     }  # fmt: skip
-    answers, written, log = answers_per_step(run, settings), seconds_written(run, settings), file.with_suffix(".log")
+    batch, written, log = batch_of(run, settings), seconds_written(run, settings), file.with_suffix(".log")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     if gpus := visible_gpus():
         environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
@@ -221,7 +221,7 @@ def train(run: Run, settings: Settings, place: int, deadline: float, over: threa
         try:
             while process.poll() is None and not stopped:
                 stopped = over.wait(LOOK_EVERY) or time.monotonic() > deadline
-                said, rows = len(rows), curve_so_far(folder, answers, written)
+                said, rows = len(rows), curve_so_far(folder, batch, written)
                 say_validations(str(run), rows[said:])
             code = process.poll()
         finally:
@@ -233,7 +233,7 @@ def train(run: Run, settings: Settings, place: int, deadline: float, over: threa
         if run.regime.kept and not run.searched:
             (exported,) = folder.rglob("huggingface")
             shutil.move(exported, settings.student_of(run))
-        store(file, head, thinned(curve_so_far(folder, answers, written)))
+        store(file, head, thinned(curve_so_far(folder, batch, written)))
     log.unlink()
     return True
 
@@ -245,11 +245,11 @@ def say_validations(name: str, rows: list[dict[str, float]]) -> None:
         print(f"{name}: step {row['step']:g}, {row['minutes']:.2f} minutes of training: {found}", flush=True)
 
 
-def curve_so_far(folder: Path, answers: int, written: tuple[float, int]) -> list[dict[str, float]]:
+def curve_so_far(folder: Path, batch: tuple[int, int], written: tuple[float, int]) -> list[dict[str, float]]:
     """`curve` of what a run has written below its folder."""
     found = list(folder.rglob("metrics.jsonl"))
     lines = found[0].read_text(encoding="utf-8").split("\n")[:-1] if found else []  # the last one may be half written
-    return curve([json.loads(line) for line in lines], answers, written)
+    return curve([json.loads(line) for line in lines], batch, written)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -264,12 +264,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def answers_per_step(run: Run, settings: Settings) -> int:
-    """Completions that a step of the program trains on; 0 for TRL, which counts its tokens itself."""
+def batch_of(run: Run, settings: Settings) -> tuple[int, int]:
+    """Prompts of a step of the program, and completions drawn for each; zeros for TRL, which counts its tokens itself.
+    """
     if run.method.how != "program":
-        return 0
+        return 0, 0
     config = load_config(program_overrides(run, settings, Path("unused")), config_name="gpu_demo")
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    return config.data.train_batch_size, config.actor_rollout_ref.rollout.n
 
 
 def seconds_written(run: Run, settings: Settings) -> tuple[float, int]:
@@ -281,19 +282,23 @@ def seconds_written(run: Run, settings: Settings) -> tuple[float, int]:
     return float(settings.written.with_suffix(".seconds").read_text(encoding="utf-8")), rows
 
 
-def curve(metrics: list[dict[str, float]], answers: int, written: tuple[float, int]) -> list[dict[str, float]]:
+def curve(
+    metrics: list[dict[str, float]], batch: tuple[int, int], written: tuple[float, int]
+) -> list[dict[str, float]]:
     """The rows of a metrics.jsonl with minutes of training and tokens of completions trained on so far.
 
-    A completion of the teacher is paid for when it is first used.
+    A prompt has one given completion, or all that are drawn for it. A completion of the teacher is paid for when it is
+    first used.
     """
     rows, minutes, tokens = [], 0.0, 0.0
-    each, left = written
+    (prompts, drawn), (each, left) = batch, written
     for row in metrics:
-        if answers and row["step"] > 0:
-            used = min(left, round(answers * row.get("training/given_fraction", 1.0)))
+        if prompts and row["step"] > 0:
+            given = round(prompts * row.get("training/given_fraction", 0.0))
+            used = min(left, given)
             minutes, left = minutes + (row["timing/step"] + each * used) / 60, left - used
-            tokens += row["response_length/mean"] * answers
-        mine = {"minutes": minutes, "answer_tokens": tokens} if answers else {}
+            tokens += row["response_length/mean"] * (given + drawn * (prompts - given))
+        mine = {"minutes": minutes, "answer_tokens": tokens} if prompts else {}
         rows.append({key: value for key, value in (row | mine).items() if key in COLUMNS})
     return rows
 

@@ -139,7 +139,7 @@ def test_minutes_and_tokens_are_those_of_training_steps():
         for i in range(1, 201)
     ]
     metrics[100]["val/accuracy"] = 0.5
-    rows = results.curve(metrics, answers=4, written=(0.0, 0))
+    rows = results.curve(metrics, batch=(2, 2), written=(0.0, 0))
     assert rows[0] == {"step": 0, "val/accuracy": 0.1, "minutes": 0.0, "answer_tokens": 0.0}
     assert rows[100]["minutes"] == 50
     assert rows[100]["answer_tokens"] == 4000
@@ -151,11 +151,24 @@ def test_minutes_and_tokens_are_those_of_training_steps():
 
 
 def test_minutes_of_a_teachers_completion_count_when_it_is_first_used():
-    rows = [{"step": i, "timing/step": 60.0, "response_length/mean": 10.0} for i in range(5)]
-    found = results.curve(rows, answers=4, written=(30.0, 10))
+    rows = [
+        {"step": i, "timing/step": 60.0, "response_length/mean": 10.0, "training/given_fraction": 1.0}
+        for i in range(5)
+    ]  # fmt: skip
+    found = results.curve(rows, batch=(4, 1), written=(30.0, 10))
     assert [row["minutes"] for row in found] == [0, 3, 6, 8, 9]  # 4, 4 and 2 of them for half a minute each
-    half = results.curve([row | {"training/given_fraction": 0.5} for row in rows], answers=4, written=(30.0, 10))
+    half = results.curve([row | {"training/given_fraction": 0.5} for row in rows], batch=(4, 1), written=(30.0, 10))
     assert [row["minutes"] for row in half] == [0, 2, 4, 6, 8]
+
+
+def test_a_prompt_with_a_given_completion_has_no_drawn_ones():
+    rows = [
+        {"step": i, "timing/step": 60.0, "response_length/mean": 10.0, "training/given_fraction": given}
+        for i, given in enumerate((0.0, 1.0, 0.5, 0.0))
+    ]  # fmt: skip
+    found = results.curve(rows, batch=(4, 8), written=(30.0, 100))
+    assert [row["answer_tokens"] for row in found] == [0, 40, 220, 540]  # 4, 2 + 16 and 32 completions
+    assert [row["minutes"] for row in found] == [0, 3, 5, 6]
 
 
 def test_a_run_that_cannot_be_made_here_says_what_it_needs(tmp_path, monkeypatch, capsys):
