@@ -382,20 +382,23 @@ def is_stored(run: Run, settings: Settings) -> bool:
 
 
 def write_prompts(runs: list[Run], settings: Settings) -> None:
-    """Write the training files of these runs where they are missing, with the teacher's completions first."""
+    """Write the training files of these runs, with the teacher's completions first.
+
+    Files that are there may be shorter: of other --steps, or of a command that was killed.
+    """
     with open(settings.paths.train, encoding="utf-8") as file:
         rows = [json.loads(line) for line in itertools.islice(file, settings.steps * BATCH[settings.device])]
     written: list[dict[str, Any]] = []
     if given := next((run for run in runs if run.method.given == "teacher"), None):
         written = write_completions(rows, given, settings)
-    for run in runs:
-        file = settings.prompts(run)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            own = written if run.method.given == "teacher" else rows
-            if run.method.given == "data":
-                own = [row | {"given": row["answer"]} for row in rows]
-            write_rows(file, own[: run.regime.prompts])
+    for file, run in {settings.prompts(run): run for run in runs}.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own = written if run.method.given == "teacher" else rows
+        if run.method.given == "data":
+            own = [row | {"given": row["answer"]} for row in rows]
+        unfinished = file.with_suffix(".unfinished")
+        write_rows(unfinished, own[: run.regime.prompts])
+        unfinished.rename(file)
 
 
 def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dict[str, Any]]:
@@ -405,7 +408,10 @@ def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dic
     """
     prompts, out = settings.written.with_suffix(".prompts.jsonl"), settings.written
     seconds = out.with_suffix(".seconds")
-    if not seconds.exists():
+    if not seconds.exists() or len(prompts.read_text(encoding="utf-8").splitlines()) != len(rows):
+        seconds.unlink(missing_ok=True)
+        for begun in out.parent.glob(f"{out.name}*"):  # its time is unknown, and the rest of it alone would be measured
+            begun.unlink()
         out.parent.mkdir(parents=True, exist_ok=True)
         write_rows(prompts, rows)
         config = load_config(program_overrides(run, settings, Path("unused")), config_name="gpu_demo")

@@ -270,14 +270,40 @@ def test_training_files_have_the_prompts_and_completions_of_their_runs(tmp_path)
     settings = make_settings(tmp_path, steps=1000)
     results.write_rows(settings.paths.train, rows)
     settings.written.parent.mkdir()
+    results.write_rows(settings.written.with_suffix(".prompts.jsonl"), rows)
     results.write_rows(settings.written, [row | {"given": "teacher's"} for row in rows[:590]])
     settings.written.with_suffix(".seconds").write_text("0.5\n", encoding="utf-8")
     runs = [Run(name, SETTING) for name in ("many-opd", "few-sft_data", "many-off_policy")]
+    settings.prompts(runs[0]).write_text('{"prompt": "of fewer steps"}\n', encoding="utf-8")
     results.write_prompts(runs, settings)
     files = [settings.prompts(run).read_text(encoding="utf-8").splitlines() for run in runs]
     assert [len(lines) for lines in files] == [600, 512, 590]
     assert [json.loads(lines[1]).get("given") for lines in files] == [None, "a1", "teacher's"]
     assert [results.seconds_written(run, settings) for run in runs] == [(0.0, 0), (0.0, 0), (0.5, 590)]
+
+
+@pytest.mark.parametrize("change", ["killed", "more steps"])
+def test_completions_of_the_teacher_are_written_anew_unless_their_time_is_known(tmp_path, monkeypatch, change):
+    rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(6)]
+    settings = make_settings(tmp_path)
+    settings.written.parent.mkdir()
+    for name in ("written.jsonl", "written.jsonl.json", "written.jsonl.rejected"):
+        (settings.written.parent / name).write_text("{}\n", encoding="utf-8")
+    results.write_rows(settings.written.with_suffix(".prompts.jsonl"), rows[:3])
+    if change != "killed":
+        settings.written.with_suffix(".seconds").write_text("0.5\n", encoding="utf-8")
+
+    def start(command, cwd):
+        assert [file.name for file in settings.written.parent.iterdir()] == ["written.prompts.jsonl"]
+        results.write_rows(settings.written, [row | {"given": "teacher's"} for row in rows])
+        states = iter((None, None, 0))
+        return SimpleNamespace(poll=lambda: next(states), returncode=0)
+
+    monkeypatch.setattr(results.subprocess, "Popen", start)
+    found = results.write_completions(rows, Run("many-off_policy", SETTING), settings)
+    assert len(found) == 6
+    assert 0 < float(settings.written.with_suffix(".seconds").read_text(encoding="utf-8")) < 0.5
+    assert results.write_completions(rows, Run("many-off_policy", SETTING), settings) == found
 
 
 @pytest.mark.slow
