@@ -232,6 +232,7 @@ def train(run: Run, settings: Settings, place: int, deadline: float, over: threa
             raise subprocess.CalledProcessError(code, command, tail(log))
         if run.regime.kept and not run.searched:
             (exported,) = folder.rglob("huggingface")
+            shutil.rmtree(settings.student_of(run), ignore_errors=True)  # of another setting: `move` would go into it
             shutil.move(exported, settings.student_of(run))
         store(file, head, thinned(curve_so_far(folder, batch, written)))
     log.unlink()
@@ -265,8 +266,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def batch_of(run: Run, settings: Settings) -> tuple[int, int]:
-    """Prompts of a step of the program, and completions drawn for each; zeros for TRL, which counts its tokens itself.
-    """
+    """Prompts of the program's step, and completions drawn for each; zeros for TRL, which counts its tokens itself."""
     if run.method.how != "program":
         return 0, 0
     config = load_config(program_overrides(run, settings, Path("unused")), config_name="gpu_demo")
@@ -368,7 +368,8 @@ def run_all(args: argparse.Namespace) -> None:
 def check_models(settings: Settings) -> None:
     """Raises SystemExit: the folder holds runs of other models."""
     models = models_key(settings.paths)
-    if other := sorted({str(each.head["models"]) for each in read_all(settings.results)} - {models}):
+    found = [*read_all(settings.results), *read_all(settings.results / "search")]
+    if other := sorted({str(each.head["models"]) for each in found} - {models}):
         raise SystemExit(
             f"{settings.results} holds runs of other models ({', '.join(other)}, here {models}), which cannot be "
             "compared: --models takes the folder of theirs, --results another folder for these"

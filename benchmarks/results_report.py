@@ -128,7 +128,7 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
             spread([end for run in each for end in run.last("val/forward_kl")], 4),
             spread([run.end("minutes") for run in each], 2),
             spread([run.end("answer_tokens") / 1e6 for run in each], 2),
-            each[0].head["setting"],
+            " or ".join(dict.fromkeys(run.head["setting"] for run in each)),
         ]
         lines.append(f"| {titles[name]} | {len(each)} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -57,6 +57,7 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
     stored(other / "compress-opd-seed-0.csv", [(0, 0, 0.3), (1, 1e6, 0.2)], "val/forward_kl", models="x")
     stored(other / "search" / "compress-opd-seed-0.csv", [(0, 0, 0.3), (1, 1e6, 0.25)], "val/forward_kl", **search)
     stored(tmp_path / "search" / "many-opd-seed-0.csv", [(0, 0, 0.1), (1, 1e6, 0.4)], **search)
+    stored(tmp_path / "few-opd-seed-1.csv", [(0, 0, 0.1), (1, 4e6, 0.3)], together=2, setting="rate 5")
     (tmp_path / "empty").mkdir()
     for name in ("about", "few", "more", "compress/about", "empty/about"):
         (tmp_path / f"{name}.md").write_text(f"Words of {name}.\n", encoding="utf-8")
@@ -67,7 +68,8 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
         "Words of about.", "1 or 2 runs at a time on each; teacher 38M parameters, 85.0 % right; student 6M",
         "### Many prompts", "![Accuracy by minutes and by tokens](results_many.svg)",
         f"| distillation | 2 | 80.0 (70.0 to 90.0) |  | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | {setting} |",
-        "### Few prompts", "Words of few.", f"| distillation | 1 | 30.0 |  | 1.00 | 4.00 | {setting} |",
+        "### Few prompts", "Words of few.",
+        f"| 2 | 30.0 (30.0 to 30.0) |  | 1.00 (1.00 to 1.00) | 4.00 (4.00 to 4.00) | {setting} or rate 5",
         "Search, with one seed", "| distillation | rate 3: 40.0 |",
         "Words of compress/about.", "models x;",
         "![Divergence by minutes and by tokens](results_compress.svg)",
@@ -233,6 +235,20 @@ def test_a_run_that_failed_beside_others_is_trained_when_they_have_ended(tmp_pat
     assert all(results.is_stored(run, settings) for run in runs)
 
 
+def test_a_student_that_is_trained_again_replaces_the_one_before(tmp_path, programs):
+    programs["compress-opd"] = f"""{WHOLE}
+pathlib.Path(FOLDER, "huggingface").mkdir()
+pathlib.Path(FOLDER, "huggingface", NAME).touch()"""
+    settings, run = make_settings(tmp_path), Run("compress-opd", SETTING)
+    settings.written.parent.mkdir()
+    results.write_rows(settings.prompts(run), [])
+    code = programs["compress-opd"]
+    for name in ("first", "second"):
+        programs["compress-opd"] = f"NAME = {name!r}\n{code}"
+        assert results.train(run, settings, 0, time.monotonic() + 300, threading.Event())
+    assert [file.name for file in settings.student_of(run).iterdir()] == ["second"]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopped_is_not_stored_and_leaves_no_process(tmp_path, programs):
     file, over = tmp_path / "child", threading.Event()
@@ -261,7 +277,8 @@ def test_models_of_other_runs_are_refused(tmp_path, programs):
     settings = make_settings(tmp_path)
     results.check_models(settings)
     stored(settings.results / "many-opd-seed-0.csv", [(0, 0, 0.1)])
-    with pytest.raises(SystemExit, match=r"holds runs of other models \(abc, here [0-9a-f]{12}\)"):
+    stored(settings.results / "search" / "many-opd-seed-0.csv", [(0, 0, 0.1)], models="searched")
+    with pytest.raises(SystemExit, match=r"holds runs of other models \(abc, searched, here [0-9a-f]{12}\)"):
         results.check_models(settings)
 
 
