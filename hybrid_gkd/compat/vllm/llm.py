@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 WARMUP_ARGUMENTS = frozenset({"jit_monitor_mode", "jit_monitor_verbose", "kernel_config", "observability_config"})
 """Arguments of `vllm.LLM` about kernel compilation; if the user sets one, vLLM's warm-up is kept."""
+MERGED = ("compilation_config", "hf_overrides")
+"""Arguments of `vllm.LLM` with entries of their own."""
 
 
 def load_llm(
@@ -19,13 +21,14 @@ def load_llm(
 ) -> Any:
     """Return `llm_class(**arguments)` for the model of `hf_config`.
 
-    `given`: arguments of the user, which take precedence, those of `compilation_config` one by one. Unless vLLM is
-    `alone` in this process, classes of transformers are left unchanged. Raises whatever vLLM raises.
+    `given`: arguments of the user, which take precedence, those in `MERGED` one by one. Unless vLLM is `alone` in this
+    process, classes of transformers are left unchanged. Raises whatever vLLM raises.
     """
     merged = arguments | given
-    ours, theirs = (each.get("compilation_config") for each in (arguments, given))
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        merged["compilation_config"] = ours | theirs
+    for name in MERGED:
+        ours, theirs = (each.get(name) for each in (arguments, given))
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            merged[name] = ours | theirs
     inspect_here(getattr(hf_config, "architectures", None) or [])
     with contextlib.ExitStack() as stack:
         if not WARMUP_ARGUMENTS & given.keys():

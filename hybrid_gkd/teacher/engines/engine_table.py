@@ -29,6 +29,8 @@ OWN_ARGUMENTS = {
     },
 }  # fmt: skip
 """Arguments not allowed in --engine-kwargs: they have their own option, or scoring requires a fixed value."""
+CHANGES = ("dtype", "quant", "overrides", "revision")
+"""Parts of the names of arguments that change a model's scores."""
 
 
 def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
@@ -63,7 +65,7 @@ def weights_fingerprint(options: EngineOptions, backend: str, adapter: str | Non
     The model must have been loaded, so that a hub model is on this machine.
     """
     given = options.arguments_of(backend)
-    how = {"dtype": options.dtype} | {each: given[each] for each in sorted(given) if "quant" in each or "dtype" in each}
+    how = {"dtype": options.dtype} | {name: given[name] for name in sorted(given) if any(x in name for x in CHANGES)}
     found = fingerprint(options.ckpt_path)
     found += f" {fingerprint(adapter)}" if found and adapter is not None else ""
     return hashlib.sha256(f"{found} {json.dumps(how)}".encode()).hexdigest() if found else ""

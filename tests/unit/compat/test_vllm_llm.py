@@ -31,10 +31,12 @@ def no_process(*args):
     raise AssertionError("a process was started")
 
 registry._run_in_subprocess = no_process
-ours = {"model": "m", "seed": 0, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
-found = load_llm(build, ours, {"seed": 3, "compilation_config": {"mode": 3}},
+ours = {"model": "m", "seed": 0, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"},
+        "hf_overrides": {"head_dtype": "float32"}}
+found = load_llm(build, ours, {"seed": 3, "compilation_config": {"mode": 3}, "hf_overrides": {"rope_theta": 1e6}},
                  SimpleNamespace(architectures=["Qwen2ForCausalLM", "NoSuchForCausalLM"]))
-assert found == {"model": "m", "seed": 3, "compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}, found
+assert found == {"model": "m", "seed": 3, "compilation_config": {"mode": 3, "cudagraph_mode": "NONE"},
+                 "hf_overrides": {"head_dtype": "float32", "rope_theta": 1e6}}, found
 assert load_llm(build, ours, {"compilation_config": 3}, SimpleNamespace())["compilation_config"] == 3
 assert (gpu_worker.warmup_kernels, jit_monitor.activate) == (warmup, activate)
 as_it_is = []

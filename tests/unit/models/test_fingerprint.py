@@ -35,7 +35,9 @@ def test_the_type_that_is_computed_in_counts_and_other_arguments_do_not(folder):
         return weights_fingerprint(EngineOptions(ckpt_path=str(folder), engine_kwargs=engine_kwargs, **options), "vllm")
 
     assert weights() == weights('{"vllm": {"max_num_seqs": 4}}') == weights(tp_size=2)
-    assert len({weights(), weights('{"vllm": {"quantization": "fp8"}}'), weights(dtype="bfloat16")}) == 3
+    changes = ('{"quantization": "fp8"}', '{"hf_overrides": {"rope_theta": 1e6}}', '{"revision": "v2"}')
+    others = [weights(f'{{"vllm": {each}}}') for each in changes]
+    assert len({weights(), *others, weights(dtype="bfloat16")}) == 5
 
 
 def test_a_model_that_is_not_here_has_none():
