@@ -154,7 +154,7 @@ def sharded(
     run_name, steps = ("sharded, engines of 1", 5) if resumes else (name, 3)
     overrides = [*bench.inputs("7b", "7b"), *bench.settings(run_name, workers, steps, *own)]
     if (folder := bench.run(name, overrides, gpus)) is not None:
-        bench.row(name, f"{step_figures(folder)}; GiB: {memory_figures(folder)}")
+        bench.row(name, f"{step_figures(folder, after=3 if resumes else 0)}; GiB: {memory_figures(folder)}")
 
 
 def lost(bench: Bench, name: str, gpus: tuple[int, ...], *, generating: int = 0) -> None:
@@ -249,9 +249,9 @@ def whole_steps(bench: Bench, name: str, gpus: tuple[int, ...], *, workers: int,
         bench.row(name, step_figures(folder))
 
 
-def step_figures(folder: Path) -> str:
-    """Return the medians of a run's times and its throughput."""
-    rows = list(read_json_lines(folder / "metrics.jsonl"))
+def step_figures(folder: Path, after: int = 0) -> str:
+    """Return the medians of a run's times and its throughput, of the steps after the one that it resumed from."""
+    rows = [row for row in read_json_lines(folder / "metrics.jsonl") if row["step"] > after]
     counted = [row for row in rows if "timing/gen" in row]  # not the last step of a schedule that generates ahead
     counted = counted[WARMUP:] or counted  # a resumed run may have few
     times = (f"{column} {statistics.median(row.get(f'timing/{column}', 0.0) for row in counted):.2f}"
