@@ -130,6 +130,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether both are one teacher: by their weights or, if unknown, by their names."""
         return self.weights == other.weights if self.weights and other.weights else self.model == other.model
 
+    def differences(self, other: ModelInfo) -> str:
+        """Return the fields with other values than another model's: "max_topk 64 instead of 128"."""
+        both = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return ", ".join(f"{name} {own!r:.60} instead of {their!r:.60}" for name, own, their in both if own != their)
+
     def __str__(self) -> str:
         adapters = "".join(f", adapter {each.name} {each.weights[:12]}" for each in self.adapters or ())
         return f"{self.model} (weights {self.weights[:12] or 'unknown'}{adapters})"

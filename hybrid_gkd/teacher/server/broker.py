@@ -279,8 +279,8 @@ class Broker:
                 raise protocol.ProtocolError(f"a worker may not send {type(message).__name__}")
 
     def _register(self, identity: bytes, message: protocol.Register) -> None:
-        if self.model not in (None, message.model):
-            reason = f"it serves {message.model}, but the service's model is {self.model}"
+        if self.model is not None and self.model != message.model:
+            reason = f"it serves {message.model}, not this service's model: {message.model.differences(self.model)}"
             self._reject(identity, message.name, f"the broker rejected the worker: {reason}")
             return
         if identity in self._workers:  # alive, but the connection was lost, and perhaps messages with it
@@ -299,8 +299,8 @@ class Broker:
         try:
             if isinstance(reply, ScoreError):
                 raise TeacherError(reply.reason)
-            if self.model not in (None, model):
-                raise TeacherError(f"another worker registered {self.model} first")
+            if self.model is not None and self.model != model:
+                raise TeacherError(f"another worker registered first: {model.differences(self.model)}")
             protocol.check_test_result(reply, [frame.buffer for frame in frames], model)
         except TeacherError as error:
             del self._workers[worker.identity]

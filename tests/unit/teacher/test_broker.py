@@ -11,6 +11,7 @@ import struct
 import threading
 
 import faults
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -81,6 +82,18 @@ def test_work_goes_round_whatever_a_worker_says_it_can_hold(broker):
                 worker.answer(worker.inbox.get(timeout=TIMEOUT))
         for future, reading in zip(futures, batch, strict=True):
             faults.expect(future.result(TIMEOUT), reading)
+
+
+@pytest.mark.slow
+def test_a_worker_with_other_limits_reads_which_ones(broker):
+    FakeWorker(broker, "worker", 2)
+    wait_until(lambda: broker.num_workers == 1)
+    model = msgspec.structs.replace(faults.MODEL, max_topk=3, chat_template="x" * 1000)
+    link = Link(f"127.0.0.1:{broker.worker_port}", protocol.Register(name="other", model=model, credits=2), None)
+    reason = str(link.inbox.get(timeout=TIMEOUT))
+    assert f"max_topk 3 instead of {faults.MODEL.max_topk}, chat_template 'xxx" in reason
+    assert reason.endswith(f"instead of {faults.MODEL.chat_template!r:.60}")
+    assert len(reason) < 400
 
 
 @pytest.mark.slow
