@@ -423,12 +423,16 @@ def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dic
         ]  # fmt: skip
         if (fraction := config.actor_rollout_ref.rollout.gpu_memory_utilization) is not None:
             command += ["--gpu-memory-utilization", str(fraction)]  # others may share the GPU
-        process = subprocess.Popen(command, cwd=ROOT)
         began = None
-        while process.poll() is None:  # the first completion ends what is loading
-            if began is None and out.exists() and out.stat().st_size:
-                began = time.monotonic()
-            time.sleep(0.1)
+        with ended_by_sigterm():
+            process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+            try:
+                while process.poll() is None:  # the first completion ends what is loading
+                    if began is None and out.exists() and out.stat().st_size:
+                        began = time.monotonic()
+                    time.sleep(0.1)
+            finally:
+                stop(process)  # or it would share the GPU with what is measured next
         if process.returncode or began is None:
             raise SystemExit(f"the teacher's completions: exit code {process.returncode}")
         seconds.write_text(f"{(time.monotonic() - began) / len(rows):.6f}\n", encoding="utf-8")
@@ -457,8 +461,7 @@ def train_missing(runs: list[Run], settings: Settings, deadline: float) -> None:
 def train_at_once(runs: list[Run], settings: Settings, deadline: float) -> list[Run]:
     """Train as many at a time as there are places; those that failed."""
     waiting, over = iter(runs), threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
-    with ThreadPoolExecutor(settings.places) as pool:
+    with ThreadPoolExecutor(settings.places) as pool, ended_by_sigterm():
         try:
             turns = range(settings.places)
             found = pool.map(lambda place: train_in_turn(waiting, settings, place, deadline, over), turns)
@@ -466,8 +469,16 @@ def train_at_once(runs: list[Run], settings: Settings, deadline: float) -> list[
         except BaseException:
             over.set()  # the pool waits for its threads, which end their runs
             raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Unwind the block at SIGTERM, which ends the processes that it has started."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train_in_turn(

@@ -1,6 +1,9 @@
 """docs/results.md from stored runs: the page, the choice of settings, and runs that fail or are stopped."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -310,17 +313,38 @@ def test_completions_of_the_teacher_are_written_anew_unless_their_time_is_known(
     if change != "killed":
         settings.written.with_suffix(".seconds").write_text("0.5\n", encoding="utf-8")
 
-    def start(command, cwd):
+    def start(command, **how):
         assert [file.name for file in settings.written.parent.iterdir()] == ["written.prompts.jsonl"]
         results.write_rows(settings.written, [row | {"given": "teacher's"} for row in rows])
         states = iter((None, None, 0))
         return SimpleNamespace(poll=lambda: next(states), returncode=0)
 
     monkeypatch.setattr(results.subprocess, "Popen", start)
+    monkeypatch.setattr(results, "stop", lambda process: None)
     found = results.write_completions(rows, Run("many-off_policy", SETTING), settings)
     assert len(found) == 6
     assert 0 < float(settings.written.with_suffix(".seconds").read_text(encoding="utf-8")) < 0.5
     assert results.write_completions(rows, Run("many-off_policy", SETTING), settings) == found
+
+
+def test_a_signal_ends_the_teacher_that_writes(tmp_path, monkeypatch, request):
+    popen, before, started = subprocess.Popen, signal.getsignal(signal.SIGTERM), []
+
+    def unexpected(*_):
+        raise TimeoutError
+
+    def start(command, **how):
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"], **how))
+        request.addfinalizer(started[0].kill)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return started[0]
+
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+    signal.signal(signal.SIGTERM, unexpected)  # the default would end the tests
+    monkeypatch.setattr(results.subprocess, "Popen", start)
+    with pytest.raises(SystemExit):
+        results.write_completions([], Run("many-off_policy", SETTING), make_settings(tmp_path))
+    assert started[0].poll() is not None
 
 
 @pytest.mark.slow
