@@ -397,7 +397,7 @@ def write_prompts(runs: list[Run], settings: Settings) -> None:
         own = written if run.method.given == "teacher" else rows
         if run.method.given == "data":
             own = [row | {"given": row["answer"]} for row in rows]
-        unfinished = file.with_suffix(".unfinished")
+        unfinished = file.with_suffix(f".{os.getpid()}")  # runs of another process may read the same file
         write_rows(unfinished, own[: run.regime.prompts])
         unfinished.rename(file)
 
