@@ -201,10 +201,11 @@ class Pool:
         The method determines these peers; all other calls end by themselves, some after minutes.
         """
         config, everyone = self.config, self.size
+        # Weights are gathered within a shard group; a backward pass reduces gradients over all of them.
         sizes = {
             "generate": config.actor_rollout_ref.rollout.tensor_model_parallel_size, "finish_snapshot": 1,
-            "compute_values": config.critic_shard_size, "update": everyone, "update_critic": everyone,
-            "save_checkpoint": everyone,
+            "compute_values": config.critic_shard_size, "accumulate": everyone, "update": everyone,
+            "update_critic": everyone, "save_checkpoint": everyone,
         }
         size = sizes.get(method, config.shard_size)
         peers = set(range(rank // size * size, (rank // size + 1) * size)) - {rank}
