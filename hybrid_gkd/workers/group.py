@@ -333,7 +333,9 @@ class WorkerGroup:
 
         Raises CheckpointError.
         """
-        written = self.actors.call("finish_snapshot", timeout=self.actors.load_timeout)
+        calls = self.actors.start("finish_snapshot")
+        # At the timeout a worker whose disk is too slow raises CheckpointError; only a hung one does not answer.
+        written = gather("finish_snapshot", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS)
         return {name: each for part, _ in written for name, each in part.items()}, max(taken for _, taken in written)
 
     def load_checkpoint(self, folder: Path) -> None:
