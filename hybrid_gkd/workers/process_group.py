@@ -53,6 +53,7 @@ class GroupMember:
         import torch
         import torch.distributed as dist
 
+        from hybrid_gkd.compat.torch import set_timeout_of_new_groups
         from hybrid_gkd.rollout.rendezvous import open_store
         from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
 
@@ -67,10 +68,11 @@ class GroupMember:
             ) from error
         # Collectives have a longer timeout than their callers and than a weight sync between pools: a worker that
         # waits for a late rank must still be alive when the student is saved.
-        longest = max(timeout.seconds, self.config.actor_rollout_ref.nccl_timeout) + ABORT_SECONDS
+        longest = timedelta(seconds=max(timeout.seconds, self.config.actor_rollout_ref.nccl_timeout) + ABORT_SECONDS)
+        set_timeout_of_new_groups(longest)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
-            store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=longest),
+            store=store, rank=self.rank, world_size=self.size, timeout=longest,
         )
 
     def all_reduce(self, address: tuple[str, int], timeout: Timeout) -> None:
