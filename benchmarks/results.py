@@ -207,6 +207,8 @@ def train(run: Run, settings: Settings, place: int, deadline: float, over: threa
     }  # fmt: skip
     batch, written, log = batch_of(run, settings), seconds_written(run, settings), file.with_suffix(".log")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    if settings.together > 1:  # else every process has a thread for each core, more than a host may allow
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.places)))
     if gpus := visible_gpus():
         environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     # A process that ended with the run may write into it for another moment.

@@ -78,7 +78,9 @@ def ray_cluster(config: Config, device: str, run_dir: Path | None = None) -> Ite
             group = guarded
             stack.enter_context(private_token(folder / "token"))
             # Below the private folder: Ray opens its own to everyone.
-            options |= {"_temp_dir": str(folder / "r"), "_system_config": SYSTEM_CONFIG}
+            # Ray starts processes before they are asked for: no more than workers, not one for each core.
+            at_once = {"worker_maximum_startup_concurrency": config.workers_per_node}
+            options |= {"_temp_dir": str(folder / "r"), "_system_config": SYSTEM_CONFIG | at_once}
         stack.callback(forget_ray)
         stack.callback(_disconnect)
         whom = f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"

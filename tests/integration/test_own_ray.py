@@ -10,7 +10,7 @@ import pytest
 from test_workers import make_config
 
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.cluster import place_workers, ray_cluster, stop_workers
 
 
 @pytest.fixture
@@ -18,18 +18,28 @@ def config(tmp_path):
     return make_config(make_tiny_model(tmp_path / "model"), tmp_path)
 
 
+def own_folder():
+    """The private folder of the cluster."""
+    return Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+
+
+def of_ray(folder):
+    """Ray's processes."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):  # zombies included
+            found += [each] if str(folder) in " ".join(each.cmdline()) else []
+    return [each for each in found if each.name() != "sh"]  # the guard, which is none of Ray's
+
+
 def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afterwards(config, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of the user's")
     before = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
     with ray_cluster(config, "cpu"):
-        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-        folder = token.parent
+        folder = own_folder()
+        token = folder / "token"
         assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(token.stat().st_mode)) == (0o700, 0o600)
-        processes = list[psutil.Process]()
-        for each in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess):  # zombies included
-                processes += [each] if str(folder) in " ".join(each.cmdline()) else []
-        processes = [each for each in processes if each.name() != "sh"]  # the guard, which is none of Ray's
+        processes = of_ray(folder)
         assert {"gcs_server", "raylet"} <= {each.name() for each in processes}
         for each in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -44,3 +54,14 @@ def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afte
     assert not folder.exists()
     assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")} == before
 
+
+
+def test_no_process_is_started_that_no_worker_uses(config):
+    config.ray_init.num_cpus = 4
+    with ray_cluster(config, "cpu"):
+        (pool,) = place_workers(config, "cpu")
+        pool.begin()
+        (raylet,) = (each for each in of_ray(own_folder()) if each.name() == "raylet")
+        there = [each.name() for each in raylet.children()]
+        stop_workers([pool])
+    assert [name for name in there if "Worker" in name or "IDLE" in name or "python" in name] == ["ray::Worker"], there
