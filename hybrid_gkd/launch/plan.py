@@ -52,7 +52,10 @@ class RunPlan:
     phases: dict[str, dict[str, float]]
     """Phase -> owner -> bytes on each worker; without `card_bytes` the fractions of a GPU are left out."""
     host: dict[str, float]
-    """Owner -> bytes on the host of each training worker."""
+    """Owner -> bytes on the first node's host, of all its training workers. Other nodes need no more."""
+    copy_bytes: tuple[float, ...] | None
+    """Host memory of each training worker, by rank, if checkpoints are written in the background; None if they are
+    not."""
     loaded: dict[str, Any]
     """Models and workers, kept in starts.jsonl to predict the loading time of later starts."""
     places: tuple[str, ...]
@@ -63,11 +66,6 @@ class RunPlan:
     """Disk space of one checkpoint."""
     steps: int | None
     """Steps of the whole run; None if unknown."""
-
-    @property
-    def copy_bytes(self) -> float | None:
-        """Return the host memory of a worker if checkpoints are written in the background; None if they are not."""
-        return sum(self.host.values()) if "checkpoint" in self.host else None
 
     def __str__(self) -> str:
         return "\n".join([*self.places, *memory_lines(self), *self.times])
@@ -90,11 +88,15 @@ def make_plan(
         gpu_fractions["rollout engine"] = memory.engine_fraction(card_bytes)
         for label in teachers:
             gpu_fractions[f"local {label}"] = memory.teacher_fraction(card_bytes, label)
+    saves = config.saves_while_training(steps)
+    host = memory.host(saves=saves)
+    first_node = host[: config.trainer.n_gpus_per_node]
     loaded = describe_loading(config, device=device, engine=engine)
     times = (duration_line(config, steps, steps_done),) if steps else ()
     return RunPlan(
         memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, gpu_fractions=gpu_fractions,
-        phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
+        phases=memory.phases(card_bytes), host={name: sum(each[name] for each in first_node) for name in host[0]},
+        copy_bytes=tuple(sum(each.values()) for each in host) if saves else None, loaded=loaded,
         places=placement_lines(config, device=device, engine=engine),
         times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
         checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
@@ -173,8 +175,8 @@ def memory_lines(plan: RunPlan) -> list[str]:
 
 
 def host_line(plan: RunPlan) -> str:
-    """Return a line about the host memory of each training worker."""
-    return f"host memory of each training worker, GiB: {format_gib(plan.host)}"
+    """Return a line about the host memory of a node's training workers."""
+    return f"host memory of the first node's training workers, GiB: {format_gib(plan.host)}"
 
 
 def format_gib(owners: dict[str, float], width: int = 0) -> str:
@@ -329,7 +331,7 @@ def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -
     if not config.teaches_itself or not (config.has_moving_average or config.has_reference_model):
         return
     workers, source = config.trainer.n_gpus_per_node, config.actor_rollout_ref.teacher.source
-    needed = workers * sum(size for owner, size in host.items() if owner != "checkpoint")
+    needed = sum(size for owner, size in host.items() if owner != "checkpoint")
     if needed > free_bytes:
         raise ConfigError(
             "actor_rollout_ref.teacher.source",
@@ -357,9 +359,7 @@ def check_sleeping_teachers(config: Config, teachers: Mapping[str, TeacherPlacem
 
 def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
     """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, exports, tokenizer."""
-    student = trained[0]
-    adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0
-    return sum(model.saved for model in trained) + adapters + exported_bytes(section, student.spec) + TOKENIZER_BYTES
+    return sum(model.saved for model in trained) + exported_bytes(section, trained[0]) + TOKENIZER_BYTES
 
 
 def checkpoint_files(config: Config) -> int:

@@ -113,8 +113,8 @@ class Memory:
     """Memory owner -> whether it may be moved off a shared device."""
     passes: dict[str, dict[str, float]]
     """Phase -> name -> bytes that its passes need beyond the owners."""
-    checkpoint: float
-    """Bytes of the first worker's part of a checkpoint."""
+    checkpoint: tuple[float, ...]
+    """Bytes of each training worker's part of a checkpoint, by rank."""
     hybrid: bool
     """Whether engine and models alternate on the same devices."""
     sleeps: bool
@@ -158,15 +158,16 @@ class Memory:
             phases[phase] = present
         return phases
 
-    def host(self, *, saves: bool) -> dict[str, float]:
-        """Return owner -> bytes on the host of each training worker: movable owners, or on the CPU the largest phase.
+    def host(self, *, saves: bool) -> tuple[dict[str, float], ...]:
+        """Return owner -> bytes on the host of each training worker, by rank: movable owners, or on the CPU the largest
+        phase.
 
-        With `saves`, `checkpoint` is a copy of one that is written in the background.
+        With `saves`, `checkpoint` is a copy of the worker's part of one that is written in the background.
         """
         found = {name: size for name, size in self.owners.items() if self.moves[name]}
         if self.device == "cpu":
             found = {"largest phase": max(sum(phase.values()) for phase in self.phases(None).values())}
-        return found | ({"checkpoint": self.checkpoint} if saves else {})
+        return tuple(found | ({"checkpoint": part} if saves else {}) for part in self.checkpoint)
 
     @property
     def shares_gpu(self) -> bool:

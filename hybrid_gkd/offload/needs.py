@@ -119,6 +119,10 @@ class TrainedSpec:
         """Return the bytes of a checkpoint: weights, both moments of the optimizer, and the moving average."""
         return 3 * self.master + self.average
 
+    def saved_by(self, rank: int) -> float:
+        """Return the bytes of a rank's part of a checkpoint; only the first replica is saved."""
+        return self.saved / self.shard_size if rank < self.shard_size else 0.0
+
 
 def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedSpec, ...]:
     """Return the student, with the given spec, and the critic if there is one. Raises ModelError, ConfigError."""
@@ -162,10 +166,12 @@ def plan_memory(
         passes[phase] = {"gathered_params": 2 * spec.embedding_parameters, "activations": activations} if on_gpu else {}
     if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN, EMA}:  # no other owner needs the room
         moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
-    checkpoint, rollout = sum(model.saved / model.shard_size for model in trained), arr.rollout
+    checkpoint = [sum(model.saved_by(rank) for model in trained) for rank in range(config.world_size)]
+    checkpoint[0] += exported_bytes(arr.actor.checkpoint, trained[0])
+    rollout = arr.rollout
     return Memory(
         device=device, specs=specs | {model.name: model.spec for model in trained[1:]}, owners=owners, moves=moves,
-        passes=passes, checkpoint=checkpoint + exported_bytes(arr.actor.checkpoint, student),
+        passes=passes, checkpoint=tuple(checkpoint),
         hybrid=arr.hybrid_engine, sleeps=rollout.free_cache_engine, configured_fraction=rollout.gpu_memory_utilization,
         engine=_engine_memory(rollout, student, config.engine_length, device), teachers=dict(teachers),
         teacher_bytes={
@@ -190,10 +196,12 @@ def _other_models(config: Config, student: ModelSpec) -> dict[tuple[str, str], t
     return found
 
 
-def exported_bytes(section: CheckpointConfig, spec: ModelSpec) -> int:
-    """Return the bytes of the student's exported weights in a checkpoint, in the stored type; 0 without an export."""
-    exported = section.save_merged or (section.save_hf_model and not spec.adapter_parameters)
-    return exported * spec.stored_itemsize * spec.parameters
+def exported_bytes(section: CheckpointConfig, student: TrainedSpec) -> int:
+    """Return the bytes of the student's exports in a checkpoint, which rank 0 writes: all weights in the stored type,
+    adapters in that of training."""
+    whole = student.spec.stored_itemsize * student.spec.parameters
+    own = student.master if student.spec.adapter_parameters else whole
+    return section.save_hf_model * own + section.save_merged * whole
 
 
 def engine_dtype(dtype: str, device: str) -> str:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.models.adapters import adapter_weights
+from hybrid_gkd.models.adapters import adapter_weights, base_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.rollout.weights import unique_tensors
 from hybrid_gkd.runtime.files import FileSum, share_as_folder
@@ -54,14 +54,20 @@ def snapshot_model(
 
 def snapshot_bytes(model: ShardedModel) -> int:
     """Return the bytes of a snapshot of `snapshot_model`, including two optimizer moments per weight."""
-    local = (_part(name, weight, lambda tensor: tensor) for name, weight in _weights(model).items())
-    averages = [] if model.average is None else [local_rows(each)[0].nbytes for each in model.average.tensors]
-    return sum(3 * part.values().nbytes for part in local if part is not None) + sum(averages)
+
+    def of(tensors: dict[str, Tensor]) -> int:
+        parts = [_part(name, tensor, lambda local: local) for name, tensor in tensors.items()]
+        return sum(part.values().nbytes for part in parts if part is not None)
+
+    return 3 * of(_weights(model)) + of(_averages(model))
 
 
-def export_bytes(model: ShardedModel) -> int:
-    """Return the bytes of the weights that `gather_huggingface` gathers on rank 0, without adapters."""
-    return int(model.hf_model.stored_dtype.itemsize * sum(weight.numel() for weight in model.hf_model.parameters()))
+def export_bytes(model: ShardedModel, *, merge: bool = False) -> int:
+    """Return the bytes of the weights that `gather_huggingface` gathers on rank 0."""
+    if model.adapters is not None and not merge:
+        return sum(weight.numel() * weight.itemsize for weight in adapter_weights(model.hf_model).values())
+    weights = base_weights(model.hf_model.named_parameters())
+    return int(model.hf_model.stored_dtype.itemsize * sum(weight.numel() for _, weight in weights))
 
 
 def save_model(model: ShardedModel, folder: Path) -> dict[str, FileSum]:

@@ -80,7 +80,7 @@ class WorkerGroup:
     def __init__(
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
         stop_token_ids: list[int] | None = None, num_ids: int | None = None, engine_memory: EngineMemory | None = None,
-        copy_bytes: float | None = None, load: bool = True,
+        copy_bytes: Sequence[float] | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
         check: Callable[[], None] = lambda: None, log_folder: Path | None = None, kept: Sequence[Pool] = (),
     ):  # fmt: skip
@@ -449,22 +449,22 @@ def is_visible(file: Path) -> bool:
     return file.exists()
 
 
-def host_memory_suffices(placements: list[Placement], copy_bytes: float | None) -> bool:
+def host_memory_suffices(placements: list[Placement], copy_bytes: Sequence[float] | None) -> bool:
     """Return whether hosts have the memory to write checkpoints in the background; log a warning if one has not.
 
-    `copy_bytes`: host memory of a worker in total with a copy of a checkpoint; None if checkpoints are never written in
-    the background. Free memory was measured before the workers load.
+    `copy_bytes`: host memory of each worker in total, by rank, with a copy of its part of a checkpoint; None if
+    checkpoints are never written in the background. Free memory was measured before the workers load.
     """
     if copy_bytes is None:
         return False
     for host in {place.host for place in placements}:
         here = [place for place in placements if place.host == host]
         free = min(place.free_host_bytes for place in here)
-        if len(here) * copy_bytes > MAX_HOST_FRACTION * free:
+        needed = sum(copy_bytes[place.rank] for place in here)
+        if needed > MAX_HOST_FRACTION * free:
             logger.warning(
                 "checkpoints are not written in the background: %d worker(s) at %s would need %.1f GiB of host memory "
-                "with a copy of one, but %.1f GiB are free", len(here), host, len(here) * copy_bytes / 2**30,
-                free / 2**30,
+                "with a copy of one, but %.1f GiB are free", len(here), host, needed / 2**30, free / 2**30,
             )  # fmt: skip
             return False
     return True

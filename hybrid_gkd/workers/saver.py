@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
 """Model -> phase in which all of its tensors are on the device."""
+MERGED = "huggingface_merged"
+"""Folder in the checkpoint of the student with its adapters merged."""
 Write = Callable[[Path], dict[str, FileSum]]
 """Function that writes files into a folder and returns their checksums by name."""
 
@@ -53,6 +55,10 @@ class Saver:
         self._snapshot: dict[str, Write] = {}
         """Writers of the snapshot by folder in the checkpoint."""
         self._written: Future[tuple[dict[str, FileSum], float]] | None = None
+        section = config.actor_rollout_ref.actor.checkpoint
+        wanted = {"huggingface": section.save_hf_model, MERGED: section.save_merged}
+        self._exports = [name for name, is_wanted in wanted.items() if is_wanted]
+        """Folders of the exports in the checkpoint."""
         if behind:
             self._copies = HostCopies(locked=on_gpu)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -62,9 +68,8 @@ class Saver:
 
     def _bytes_to_copy(self) -> int:
         num_bytes = sum(map(snapshot_bytes, self._trained.values()))
-        section, actor = self._config.actor_rollout_ref.actor.checkpoint, self._trained["actor"]
-        if dist.get_rank() == 0 and (section.save_merged or (section.save_hf_model and actor.adapters is None)):
-            num_bytes += export_bytes(actor)
+        if dist.get_rank() == 0:
+            num_bytes += sum(export_bytes(self._trained["actor"], merge=name == MERGED) for name in self._exports)
         return num_bytes
 
     def _reserve(self, num_bytes: int) -> None:
@@ -149,12 +154,10 @@ class Saver:
         The other ranks would list and read a folder that rank 0 is writing.
         """
         arr = self._config.actor_rollout_ref
-        section = arr.actor.checkpoint
-        wanted = {"huggingface": section.save_hf_model, "huggingface_merged": section.save_merged}
-        for name in [name for name, is_wanted in wanted.items() if is_wanted]:
+        for name in self._exports:
             export = gather_huggingface(
                 self._trained["actor"], tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code,
-                merge=name == "huggingface_merged", to_host=to_host,
+                merge=name == MERGED, to_host=to_host,
             )
             if dist.get_rank() == 0:
                 yield name, functools.partial(_export, export)

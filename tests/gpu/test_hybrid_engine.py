@@ -286,7 +286,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(
             WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256],
-                        engine_memory=engine_memory(config), copy_bytes=0.0 if behind else None)
+                        engine_memory=engine_memory(config), copy_bytes=(0.0,) if behind else None)
         ) as group:
             if resumes:
                 group.load_checkpoint(folder)

@@ -106,7 +106,7 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(
             WorkerGroup(config, device="cuda", num_updates=8, num_critic_updates=8, stop_token_ids=[256],
-                        engine_memory=engine_memory(config), copy_bytes=0.0)
+                        engine_memory=engine_memory(config), copy_bytes=(0.0,))
         ) as group:
             if resumes:
                 group.load_checkpoint(tmp_path / "checkpoint")

@@ -85,7 +85,7 @@ def make_config(model, folder, *overrides):
 
 
 def make_group(config, num_updates=2):
-    copy_bytes = 0.0 if config.saves_while_training(None) else None
+    copy_bytes = (0.0,) * config.world_size if config.saves_while_training(None) else None
     return WorkerGroup(
         config, device="cpu", num_updates=num_updates, stop_token_ids=[256], copy_bytes=copy_bytes
     )

@@ -695,10 +695,35 @@ def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_m
     assert plan_of(config(*OFFLOAD), SEVEN_B, "cuda").host == offloaded
     found = plan_of(config(*OFFLOAD, saves), SEVEN_B, "cuda").host
     assert found == offloaded | {"checkpoint": 3 * master + 2 * SEVEN_B.parameters}
-    two = (saves, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.checkpoint.save_hf_model=false")
-    assert plan_of(config(*two), SEVEN_B, "cuda").host == {"checkpoint": 1.5 * master}
     on_cpu = plan_of(config(saves), SEVEN_B, "cpu").host
     assert on_cpu["largest phase"] >= 4 * master
+
+
+def test_a_node_has_one_export_and_the_state_of_one_replica():
+    """Rank 0 writes the export, and of replicas only the first one its weights and moments."""
+    master, export, eight = 4 * SEVEN_B.parameters, 2 * SEVEN_B.parameters, ("trainer.save_freq=5", *OFFLOAD)
+
+    def planned(*overrides):
+        """Owner -> bytes of the first node, and the bytes of each worker's copy alone."""
+        plan = plan_of(config(*eight, *overrides), SEVEN_B, "cuda")
+        moved = sum(plan.memory.host(saves=False)[0].values())
+        return plan.host, [each - moved for each in plan.copy_bytes]
+
+    one_node = "trainer.n_gpus_per_node=8"
+    host, copies = planned(one_node)
+    assert host == {"actor_params": master, "optimizer_state": 2 * master, "checkpoint": 3 * master + export}
+    assert sum(host.values()) == pytest.approx(184.4 * GIB, rel=1e-3)
+    assert copies == [3 * master / 8 + export, *[3 * master / 8] * 7]
+    for size in (1, 4):
+        host, copies = planned(one_node, f"{FSDP}.fsdp_size={size}")
+        replicas = 8 // size
+        assert host["optimizer_state"] == replicas * 2 * master
+        assert host["checkpoint"] == 3 * master + export
+        assert copies == [3 * master / size + export, *[3 * master / size] * (size - 1), *[0] * (8 - size)]
+    nodes = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    assert planned(*nodes)[0]["checkpoint"] == 1.5 * master + export
+    assert planned(*nodes)[1] == planned(one_node)[1]
+    assert planned(*nodes, "actor_rollout_ref.actor.checkpoint.save_hf_model=false")[0]["checkpoint"] == 1.5 * master
 
 
 @pytest.mark.slow
@@ -734,10 +759,12 @@ def test_a_host_without_the_memory_for_a_copy_is_said_once_and_training_waits(tm
         ]
         return host_memory_suffices(places, needed)
 
-    assert placed("aaa", 4 * needed)
-    assert placed("aab", 3 * needed)
+    # Together, not three times what rank 0 with its export needs.
+    assert needed[0] > needed[1] == needed[2]
+    assert placed("aaa", 1.12 * sum(needed))
+    assert placed("baa", 1.12 * max(needed[0], 2 * needed[1]))
     assert caplog.text == ""
-    assert not placed("aab", 2 * needed)
+    assert not placed("aab", 1.1 * sum(needed[:2]))
     assert caplog.text.count("checkpoints are not written in the background: 2 worker(s) at a would need 0.0 GiB") == 1
     assert not host_memory_suffices([], plan_of(config(), SEVEN_B, "cuda").copy_bytes)
 

@@ -1,0 +1,96 @@
+"""Host memory of checkpoints that are written in the background, against the plan. CPU, one and two ranks."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.needs import plan_memory, trained_models
+from hybrid_gkd.offload.pinned import ROUNDING_BYTES
+from hybrid_gkd.offload.residency import Residency
+from hybrid_gkd.student.actor import Actor
+from hybrid_gkd.student.critic import Critic
+from hybrid_gkd.testing import make_tiny_model, single_process_group, tiny_config
+from hybrid_gkd.workers.saver import Saver
+
+LORA, EMA = "actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.teacher.source=ema"
+CHECKPOINT, REPLICAS = "actor_rollout_ref.actor.checkpoint", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1"
+AVERAGE = ("actor_rollout_ref.teacher.server_ip=null", EMA, "data.teacher_prompt_key=hint")
+CASES = {
+    "shards": (), "replicas": (REPLICAS,), "no export": (f"{CHECKPOINT}.save_hf_model=false",),
+    "adapters": (LORA,), "merged": (LORA, f"{CHECKPOINT}.save_merged=true"), "average": (*AVERAGE, LORA),
+    "average of replicas": (*AVERAGE, REPLICAS),
+    "critic": (
+        "algorithm.adv_estimator=gae", "distillation.enabled=false", "reward.answer_key=answer", REPLICAS,
+        "critic.fsdp_config.fsdp_size=-1",
+    ),
+}  # fmt: skip
+
+
+def config_for(case, model, ranks):
+    return tiny_config(f"trainer.n_gpus_per_node={ranks}", *CASES[case], model=model)
+
+
+def make_saver(config):
+    """A saver of a student, and of a critic if there is one, that have taken a step."""
+    options = {"device": torch.device("cpu"), "num_updates": 2}
+    trained = {"critic": Critic(config, **options)} if config.uses_critic else {}
+    trained["actor"] = Actor(config, **options)
+    for model in trained.values():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        model.step()
+    residency = Residency({}, movable=set(), resident=set())
+    return Saver(config, trained, residency, on_gpu=False, behind=True)
+
+
+def blocks_of(saver):
+    """The bytes of each block of host memory, and those in use."""
+    return [[block.numel(), used] for block, used in saver._copies._blocks]
+
+
+def measure(case, model, ranks):
+    config = config_for(case, model, ranks)
+    saver = make_saver(config)
+    saver.take_snapshot(config.actor_rollout_ref.model.path)
+    return blocks_of(saver)
+
+
+def as_rank(rank, ranks, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    found = {case: measure(case, folder / "model", ranks) for case in CASES}
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with a model, and number of ranks -> for each of them case -> blocks of host memory."""
+    folder = tmp_path_factory.mktemp("saver")
+    make_tiny_model(folder / "model", tied=False, vocab_size=1000)
+    with single_process_group():
+        found = {1: [{case: measure(case, folder / "model", 1) for case in CASES}]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        mp.spawn(as_rank, (2, folder), nprocs=2)
+    found[2] = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    return folder, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_each_worker_reserves_and_uses_what_the_plan_counts(measured, case, ranks):
+    """Beside tensors of up to 512 bytes more, which are aligned, and of the critic its new head."""
+    folder, found = measured
+    config = config_for(case, folder / "model", ranks)
+    planned = plan_memory(config, trained_models(config, student_spec(config)), "cpu").checkpoint
+    assert len(planned) == len(found[ranks]) == ranks
+    for part, blocks in zip(planned, (each[case] for each in found[ranks]), strict=True):
+        ((size, used),) = blocks  # the reserved block sufficed
+        assert size - ROUNDING_BYTES == pytest.approx(part, abs=1024 if case == "critic" else 0)
+        assert 0 <= used - part < 512 * 200
