@@ -59,6 +59,7 @@ class Saver:
         wanted = {"huggingface": section.save_hf_model, MERGED: section.save_merged}
         self._exports = [name for name, is_wanted in wanted.items() if is_wanted]
         """Folders of the exports in the checkpoint."""
+        self._copies: HostCopies | None = None
         if behind:
             self._copies = HostCopies(locked=on_gpu)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -73,6 +74,7 @@ class Saver:
         return num_bytes
 
     def _reserve(self, num_bytes: int) -> None:
+        assert self._copies is not None
         try:
             self._copies.reserve(num_bytes)
         except MemoryError as error:
@@ -81,12 +83,15 @@ class Saver:
             self._copies.reserve(num_bytes)
 
     def save(self, folder: Path, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write at once; return checksums of the files by path in the folder. Collective. Raises CheckpointError."""
+        """Write at once; return checksums of the files by path in the folder. Collective. Raises CheckpointError.
+
+        The exports use the memory for snapshots, if there is any, whose content must be written as in `take_snapshot`.
+        """
         written: dict[str, FileSum] = {}
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name], changes=False)
             written |= _under(name, save_model(model, folder / name))
-        for name, export in self._gather_exports(tokenizer_path, Tensor.cpu):
+        for name, export in self._gather_exports(tokenizer_path, self._empty_copies()):
             written |= _under(name, export(folder / name))
         return written
 
@@ -101,19 +106,25 @@ class Saver:
 
         The previous snapshot must have been written, or be of no use because another worker failed to write its part.
         """
+        copies = self._empty_copies()
+        assert copies is not None, "the worker has no memory for snapshots"
+        for name, model in self._trained.items():
+            self._residency.enter(STEP_PHASES[name], changes=False)
+            self._snapshot[name] = snapshot_model(model, copies.copy)
+            copies.finish()
+        if tokenizer_path is not None:
+            self._snapshot |= self._gather_exports(tokenizer_path, copies)
+
+    def _empty_copies(self) -> HostCopies | None:
+        """Wait until the last snapshot is written, and drop it; return its memory, or None without any."""
         if self._written is not None:
             self._written.exception(self._timeout.seconds)
             self._written = None
-        self._reserved.result(self._timeout.seconds)
-        self._copies.clear()
         self._snapshot = {}
-        for name, model in self._trained.items():
-            self._residency.enter(STEP_PHASES[name], changes=False)
-            self._snapshot[name] = snapshot_model(model, self._copies.copy)
-            self._copies.finish()
-        if tokenizer_path is not None:
-            self._snapshot |= self._gather_exports(tokenizer_path, self._copies.copy)
-            self._copies.finish()
+        if self._copies is not None:
+            self._reserved.result(self._timeout.seconds)
+            self._copies.clear()
+        return self._copies
 
     def write_snapshot(self, folder: Path) -> None:
         """Start writing the snapshot in a thread."""
@@ -146,19 +157,20 @@ class Saver:
     def _timeout(self) -> Timeout:
         return Timeout(self._config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
 
-    def _gather_exports(
-        self, tokenizer_path: str, to_host: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[str, Write]]:
+    def _gather_exports(self, tokenizer_path: str, copies: HostCopies | None) -> Iterator[tuple[str, Write]]:
         """Yield the folder and writer of each Hugging Face export, on rank 0 only. Collective.
 
-        The other ranks would list and read a folder that rank 0 is writing.
+        The other ranks would list and read a folder that rank 0 is writing. `copies`: memory for the weights; None
+        allocates it.
         """
         arr = self._config.actor_rollout_ref
         for name in self._exports:
             export = gather_huggingface(
                 self._trained["actor"], tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code,
-                merge=name == MERGED, to_host=to_host,
+                merge=name == MERGED, to_host=Tensor.cpu if copies is None else copies.copy,
             )
+            if copies is not None:
+                copies.finish()
             if dist.get_rank() == 0:
                 yield name, functools.partial(_export, export)
 

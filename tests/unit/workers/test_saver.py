@@ -94,3 +94,22 @@ def test_each_worker_reserves_and_uses_what_the_plan_counts(measured, case, rank
         ((size, used),) = blocks  # the reserved block sufficed
         assert size - ROUNDING_BYTES == pytest.approx(part, abs=1024 if case == "critic" else 0)
         assert 0 <= used - part < 512 * 200
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_is_exported_from_the_memory_of_the_earlier_ones(tmp_path):
+    """It is written at once, while that memory is still there: more would be beyond the plan."""
+    config = config_for("merged", make_tiny_model(tmp_path / "model"), 1)
+    path = config.actor_rollout_ref.model.path
+    with single_process_group():
+        saver = make_saver(config)
+        saver.take_snapshot(path)
+        saver.write_snapshot(tmp_path / "first")
+        first, _ = saver.finish_snapshot()
+        ((_, before),) = blocks_of(saver)
+        assert saver.save(tmp_path / "last", path) == first
+        ((_, after),) = blocks_of(saver)
+    exports = [name for name in first if name.endswith(".safetensors") and not name.startswith("actor")]
+    assert sorted(exports) == ["huggingface/adapter_model.safetensors", "huggingface_merged/model.safetensors"]
+    assert after == pytest.approx(sum(first[name].size for name in exports), abs=20_000)  # headers and alignment
+    assert before > after
