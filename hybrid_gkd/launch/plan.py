@@ -24,7 +24,7 @@ from hybrid_gkd.offload.budget import GIB, Memory, TeacherPlacement, has_phase
 from hybrid_gkd.offload.needs import TrainedSpec, exported_bytes, plan_memory
 from hybrid_gkd.offload.residency import FROZEN
 from hybrid_gkd.reporting.starts import STARTS
-from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.runtime.files import is_in_memory, read_json_lines
 from hybrid_gkd.student.checkpoint_store import RESERVED, SNAPSHOT, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
 
@@ -89,7 +89,7 @@ def make_plan(
         for label in teachers:
             gpu_fractions[f"local {label}"] = memory.teacher_fraction(card_bytes, label)
     saves = config.saves_while_training(steps)
-    host = memory.host(saves=saves)
+    host = [owners | snapshots_in_memory(config, trained) for owners in memory.host(saves=saves)]
     first_node = host[: config.trainer.n_gpus_per_node]
     loaded = describe_loading(config, device=device, engine=engine)
     times = (duration_line(config, steps, steps_done),) if steps else ()
@@ -331,7 +331,7 @@ def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -
     if not config.teaches_itself or not (config.has_moving_average or config.has_reference_model):
         return
     workers, source = config.trainer.n_gpus_per_node, config.actor_rollout_ref.teacher.source
-    needed = sum(size for owner, size in host.items() if owner != "checkpoint")
+    needed = sum(size for owner, size in host.items() if owner not in ("checkpoint", "snapshots"))
     if needed > free_bytes:
         raise ConfigError(
             "actor_rollout_ref.teacher.source",
@@ -395,9 +395,21 @@ def room_for_snapshots(config: Config, trained: Sequence[TrainedSpec]) -> int:
 
     0 without `trainer.snapshot_freq`: such snapshots end when the disk is full.
     """
-    if not config.trainer.snapshot_freq or not config.takes_snapshots:
-        return 0
+    return _snapshot_bytes(config, trained) if config.trainer.snapshot_freq and config.takes_snapshots else 0
+
+
+def _snapshot_bytes(config: Config, trained: Sequence[TrainedSpec]) -> int:
+    """Return the bytes of two snapshots, beyond those already in the run folder."""
     return max(0, 2 * sum(model.saved for model in trained) - _file_bytes(config.run_dir, f"{SNAPSHOT}/**/*"))
+
+
+def snapshots_in_memory(config: Config, trained: Sequence[TrainedSpec]) -> dict[str, float]:
+    """Return each worker's fraction of the bytes of two snapshots as an owner of host memory, if `trainer.snapshot_dir`
+    is in memory."""
+    place = config.trainer.snapshot_dir
+    if place is None or not config.takes_snapshots or not is_in_memory(Path(place).expanduser()):
+        return {}
+    return {"snapshots": _snapshot_bytes(config, trained) / config.world_size}
 
 
 def _file_bytes(folder: Path, *patterns: str) -> int:

@@ -156,3 +156,11 @@ def read_json_lines(path: Path) -> Iterator[Any]:
         for line in lines:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Return whether files in a folder, which may not exist yet, take host memory, as in /dev/shm."""
+    device = os.stat(next(filter(os.path.exists, (folder, *folder.absolute().parents)))).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    rows = (line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines())
+    return any(row[2] == number and row[row.index("-") + 1] in ("tmpfs", "ramfs") for row in rows)

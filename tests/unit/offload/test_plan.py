@@ -726,6 +726,27 @@ def test_a_node_has_one_export_and_the_state_of_one_replica():
     assert planned(*nodes, "actor_rollout_ref.actor.checkpoint.save_hf_model=false")[0]["checkpoint"] == 1.5 * master
 
 
+def test_snapshots_in_dev_shm_take_host_memory(tmp_path):
+    """Two of them, the newest and the next one, beside the copy that is being written."""
+    eight = ("trainer.n_gpus_per_node=8", "trainer.max_restarts=1", f"trainer.default_local_dir={tmp_path}")
+
+    def planned(*overrides):
+        """Owner -> bytes of the node, and those of all workers."""
+        plan = plan_of(config(*eight, *overrides), SEVEN_B, "cuda")
+        return plan.host, sum(plan.copy_bytes)
+
+    copy = {"checkpoint": 14 * SEVEN_B.parameters}
+    assert planned() == planned("trainer.snapshot_dir=/proc/none") == (copy, copy["checkpoint"])
+    in_memory = "trainer.snapshot_dir=/dev/shm/none/yet"
+    assert planned(in_memory) == (copy | {"snapshots": 24 * SEVEN_B.parameters}, 38 * SEVEN_B.parameters)
+    assert planned(in_memory, "trainer.max_restarts=0", "trainer.save_freq=5") == planned()
+    kept = config(*eight).run_dir / SNAPSHOT / "global_step_1"
+    kept.mkdir(parents=True)
+    (kept / "weights").write_bytes(bytes(1500))
+    present = 24 * SEVEN_B.parameters - planned(in_memory)[0]["snapshots"]
+    assert 1500 <= present <= 20_000  # folders take room too
+
+
 @pytest.mark.slow
 def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_path):
     model = f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}"
