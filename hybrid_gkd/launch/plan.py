@@ -88,8 +88,8 @@ def make_plan(
         gpu_fractions["rollout engine"] = memory.engine_fraction(card_bytes)
         for label in teachers:
             gpu_fractions[f"local {label}"] = memory.teacher_fraction(card_bytes, label)
-    saves = config.saves_while_training(steps)
-    host = [owners | snapshots_in_memory(config, trained) for owners in memory.host(saves=saves)]
+    saves, snapshots = config.saves_while_training(steps), snapshots_in_memory(config, trained)
+    host = [owners | snapshots for owners in memory.host(saves=saves)]
     first_node = host[: config.trainer.n_gpus_per_node]
     loaded = describe_loading(config, device=device, engine=engine)
     times = (duration_line(config, steps, steps_done),) if steps else ()
