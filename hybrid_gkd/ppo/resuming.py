@@ -36,7 +36,7 @@ LEARNING = (
     f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip", f"{ARR}.actor.clip_ratio",
     *(f"{ARR}.actor.{key}" for key in (
         "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss", "loss_agg_mode", "loss_scale_factor",
-        "entropy_coeff",
+        "entropy_coeff", "use_kl_loss",
     )),
     f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.rollout.end_repetitions",
@@ -48,7 +48,7 @@ LIMITS = ("algorithm.filter_groups.max_num_gen_batches", "distillation.teacher_s
 """Keys within `LEARNING` that may change on resume: limits that only decide when a run fails, and placement."""
 REFERENCE = tuple(
     f"{ARR}.{key}" for key in (
-        "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk",
+        "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk",
     )
 )
 """Further keys with a reference policy."""
@@ -58,7 +58,7 @@ CRITIC = (
 )
 """Further keys with a critic, compared after null values are resolved."""
 REWARD = (
-    "reward.name", "reward.functions", "reward.answer_key", "reward.format", "reward.overlong_buffer",
+    "reward.name", "reward.functions", "reward.answer_key", "reward.strict", "reward.format", "reward.overlong_buffer",
     "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key", "reward_model.enable",
 )  # fmt: skip
 """Further keys if rewards are trained on or read by `distillation.teacher_prompt_fn`, and not only reported."""

@@ -1,5 +1,6 @@
 """Which checkpoint a run continues from, before anything is loaded."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -190,6 +191,56 @@ def test_a_reward_counts_where_it_is_trained_on():
     before, after = (load_config([*RUN, *ppo, f"reward.name={name}"]) for name in ("exact_match", "gsm8k"))
     assert changed_settings(settings_of(before), settings_of(after)) == ["reward.name: exact_match -> gsm8k"]
     assert TEACHER_PATH not in settings_of(before)
+
+
+def test_a_reference_policy_that_joins_or_leaves_the_loss_has_to_be_allowed():
+    key = "actor_rollout_ref.actor.use_kl_loss"
+    without, beside = (load_config([*RUN, f"{key}={each}"]) for each in (False, True))
+    assert changed_settings(settings_of(without), settings_of(beside)) == [f"{key}: False -> True"]
+    assert changed_settings(settings_of(beside), settings_of(without)) == [f"{key}: True -> False"]
+
+
+OPERATIONAL = """
+data: val_files max_unpacked_gigabytes
+actor_rollout_ref.model: trust_remote_code enable_gradient_checkpointing
+actor_rollout_ref.actor: use_dynamic_bsz ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu use_torch_compile
+actor_rollout_ref.actor.fsdp_config: param_offload optimizer_offload reshard_after_forward fsdp_size full_determinism
+actor_rollout_ref.actor.checkpoint: save_hf_model save_merged
+critic: use_dynamic_bsz ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu
+critic.fsdp_config: param_offload optimizer_offload reshard_after_forward fsdp_size full_determinism
+distillation: teacher_sharing
+algorithm.filter_groups: max_num_gen_batches
+reward: timeout num_workers
+reward_model: forward_max_token_len_per_gpu
+reward_model.model: trust_remote_code
+"""
+"""Keys of the sections of the learning signal that only change memory, speed, placement, exports or reports."""
+
+
+def leaves(section, prefix):
+    for entry in dataclasses.fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}.{entry.name}"
+        yield from leaves(value, key) if dataclasses.is_dataclass(value) else [key]
+
+
+def test_every_key_of_the_learning_signal_is_compared(tmp_path):
+    """A run in which all of them count: critic, reference, teacher, rewards and a reward model at once."""
+    config = make_config(
+        tmp_path, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "reward.answer_key=answer",
+        "distillation.use_task_rewards=true", "actor_rollout_ref.actor.use_kl_loss=true", "reward_model.enable=true",
+        "reward_model.model.path=x",
+    )  # fmt: skip
+    arr, operational = config.actor_rollout_ref, set()
+    for line in OPERATIONAL.split("\n")[1:-1]:
+        section, names = line.split(": ")
+        operational |= {f"{section}.{name}" for name in names.split()}
+    sections = {
+        "data": config.data, "actor_rollout_ref.model": arr.model, "actor_rollout_ref.actor": arr.actor,
+        "actor_rollout_ref.ref": arr.ref, "critic": config.critic, "distillation": config.distillation,
+        "algorithm": config.algorithm, "reward": config.reward, "reward_model": config.reward_model,
+    }  # fmt: skip
+    every = {key for name, section in sections.items() for key in leaves(section, name)}
+    assert every - (settings_of(config) | data_state(config, PROMPTS)).keys() == operational
 
 
 def test_answers_that_rewards_are_computed_from_count_like_prompts():
