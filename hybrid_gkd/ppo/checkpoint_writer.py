@@ -79,14 +79,15 @@ class CheckpointWriter:
         self.newest, self.step, self.best = self._store.folder(state.step), state.step, state.best
 
     def resume(self, folder: Path, state: TrainerState) -> None:
-        """Record the checkpoint or snapshot that the run resumed from as the newest one."""
+        """Record the checkpoint or snapshot that the run resumed from as the newest one. Raises CheckpointError."""
         self._store.abandon_after(state.step)
-        if folder.resolve().parent != (self._store.run_dir / SNAPSHOT).resolve():
-            self.newest, self.step = folder, state.step
-            return
-        self.snapshot = state.step, folder
-        self.newest = next((each for each in self._store.newest_first() if step_in_name(each) <= state.step), None)
-        self.step = step_in_name(self.newest) if self.newest else 0
+        self.newest, self.step = folder, state.step
+        if folder.resolve().parent == (self._store.run_dir / SNAPSHOT).resolve():
+            self.snapshot = state.step, folder
+            self.newest = next((each for each in self._store.newest_first() if step_in_name(each) <= state.step), None)
+            self.step = step_in_name(self.newest) if self.newest else 0
+        if self.newest is not None and self.newest.resolve() == self._store.folder(self.step).resolve():
+            self._store.continue_from(self.step)
 
     def take_snapshot(self, *, exports: bool = True) -> None:
         """Wait for the previous checkpoint, then copy the workers' present state; for a snapshot without exports."""

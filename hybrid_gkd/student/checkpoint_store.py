@@ -177,7 +177,6 @@ class CheckpointStore:
     def complete(self, state: TrainerState, sums: dict[str, FileSum]) -> None:
         """Flush the folder of `begin` to disk, make it a checkpoint, and remove old ones. Raises CheckpointError."""
         (final, replaced), folder = self._folders(state.step), self._unfinished(state.step)
-        pointer = self.run_dir / f".{LATEST}.writing"
         try:
             (folder / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
             write_manifest(folder, sums)
@@ -186,9 +185,7 @@ class CheckpointStore:
             if final.exists():  # the run was resumed from an earlier step
                 os.rename(final, replaced)
             os.rename(folder, final)
-            pointer.write_text(f"{state.step}\n", encoding="utf-8")
-            _sync(pointer)
-            os.replace(pointer, self.run_dir / LATEST)
+            self._move_pointer(state.step)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise self._cannot_write(state.step, error) from error
@@ -199,6 +196,20 @@ class CheckpointStore:
     def abandon_after(self, step: int) -> None:
         """Call when the run resumes from a step: later checkpoints, if any, are the first to be removed."""
         self._abandoned.update(each for each in self._steps() if each > step)
+
+    def continue_from(self, step: int) -> None:
+        """Let the pointer name a checkpoint, so that the next start does not resume from a later one, whose metrics are
+        dropped. Raises CheckpointError."""
+        try:
+            self._move_pointer(step)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.run_dir / LATEST}: {error}") from error
+
+    def _move_pointer(self, step: int) -> None:
+        temporary = self.run_dir / f".{LATEST}.writing"
+        temporary.write_text(f"{step}\n", encoding="utf-8")
+        _sync(temporary)
+        os.replace(temporary, self.run_dir / LATEST)
 
     def remove_unfinished(self) -> None:
         """Remove incomplete checkpoints of killed runs and failed writes."""

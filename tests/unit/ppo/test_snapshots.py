@@ -164,3 +164,15 @@ def test_a_run_that_resumes_from_one_knows_its_checkpoint_too(tmp_path, caplog):
     assert trainer.saving.newest_states() == [
         (5, tmp_path / "global_step_5"), (4, tmp_path / SNAPSHOT / "global_step_4"),
     ]  # fmt: skip
+
+
+def test_after_an_earlier_checkpoint_is_resumed_from_later_ones_are_not(tmp_path):
+    """A run that began at step 2 of 6 again and is killed after step 4 continues from its own snapshot."""
+    fit_with_snapshots(6, tmp_path, *QUIET, "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=null")
+    store, group = CheckpointStore(tmp_path, keep=None), SlowDisk(0)
+    assert store.latest() == store.folder(6)
+    fit_with_snapshots(
+        6, tmp_path, *QUIET, "trainer.save_freq=0", "trainer.snapshot_freq=1", group=group, resume_from=store.folder(2),
+        stop_requested=lambda: len(group.trained) == 2,
+    )
+    assert store.resumable()[:2] == [tmp_path / SNAPSHOT / "global_step_3", store.folder(2)]
