@@ -151,7 +151,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def writing(self, state: TrainerState, sums: dict[str, FileSum] | None = None) -> Iterator[Path]:
-        """Yield a folder to write to; rename it to `global_step_<step>` at the end, unless there is an exception.
+        """Yield a folder to write to; rename it to `global_step_<step>` at the end, or remove it after an exception.
 
         `sums`: checksums by path in the folder, computed while writing; other files are read to compute theirs. Raises
         CheckpointError: the disk is full or not writable; earlier checkpoints are unchanged.
@@ -159,9 +159,11 @@ class CheckpointStore:
         folder = self.begin(state.step)
         try:
             yield folder
+            self.complete(state, sums or {})
         except OSError as error:
             raise self._cannot_write(state.step, error) from error
-        self.complete(state, sums or {})
+        finally:  # a full disk has room again for metrics and logs
+            shutil.rmtree(folder, ignore_errors=True)
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for a step's checkpoint, to be finished by `complete`. Raises CheckpointError."""

@@ -59,7 +59,8 @@ def test_latest_is_the_newest_complete_one_and_its_state_reads_back(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left on device"), RuntimeError])
-def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
+def test_an_interrupted_write_leaves_the_previous_checkpoint_alone(tmp_path, error):
+    """A full disk has room again for the last rows of metrics.jsonl."""
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 5, "good")
 
@@ -70,9 +71,9 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
 
     with pytest.raises((KeyboardInterrupt, CheckpointError, RuntimeError)):
         interrupted_write()
-    assert store.latest() == tmp_path / "global_step_5"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_5", LATEST]
     assert (store.latest() / "actor" / "part").read_text(encoding="utf-8") == "good"
-    write(store, 6)  # what was left behind is no obstacle
+    write(store, 6)
     assert store.latest() == tmp_path / "global_step_6"
     assert not (store.latest() / "half").exists()
 
