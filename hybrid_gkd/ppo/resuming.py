@@ -95,6 +95,8 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     scheduled = scheduled or config.trainer.warmup_steps_sft > 0
     if scheduled or any(each.lr_scheduler_type != "constant" or has_relative_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
+    if loss.teacher_prompt_fn is not None:
+        found["distillation.teacher_prompt_fn (reads rewards)"] = bool(rewards)
     found[NAMED] = {each.where: each.key for each in run_teachers(config)} if has_several_teachers(config) else {}
     for teacher in run_teachers(config):
         found |= {f"{teacher.where}.weight": teacher.weight} if has_several_teachers(config) else {}

@@ -200,6 +200,13 @@ def test_a_reference_policy_that_joins_or_leaves_the_loss_has_to_be_allowed():
     assert changed_settings(settings_of(beside), settings_of(without)) == [f"{key}: True -> False"]
 
 
+def test_rewards_that_a_prompt_function_now_reads_have_to_be_allowed():
+    prompts = "distillation.teacher_prompt_fn=my_prompts:with_a_solution"
+    without, beside = load_config([*RUN, prompts]), load_config([*RUN, prompts, "reward.answer_key=answer"])
+    change = "distillation.teacher_prompt_fn (reads rewards): False -> True"
+    assert changed_settings(settings_of(without), settings_of(beside)) == [change]
+
+
 OPERATIONAL = """
 data: val_files max_unpacked_gigabytes
 actor_rollout_ref.model: trust_remote_code enable_gradient_checkpointing
