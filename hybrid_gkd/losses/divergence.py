@@ -274,12 +274,16 @@ def _outcomes(
 
 
 def _aligned(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in the student's type, with -TAIL_LIMIT for -inf. Raises ValueError: they would be broadcast."""
+    """Return both in the student's type, `finite`. Raises ValueError: they would be broadcast."""
     if teacher.shape != student.shape:
         shapes = f"{tuple(teacher.shape)} (teacher) and {tuple(student.shape)} (student)"
         raise ValueError(f"log-probabilities must have one shape; got {shapes}")
-    teacher = teacher.to(student.dtype)
-    return teacher.masked_fill(teacher.isneginf(), -TAIL_LIMIT), student.masked_fill(student.isneginf(), -TAIL_LIMIT)
+    return finite(teacher.to(student.dtype)), finite(student)
+
+
+def finite(logprobs: Tensor) -> Tensor:
+    """Return log-probabilities with -TAIL_LIMIT for -inf, whose difference to another -inf would be NaN."""
+    return logprobs.masked_fill(logprobs.isneginf(), -TAIL_LIMIT)
 
 
 def log_tail(logprobs: Tensor, tail: Tensor | None = None) -> Tensor:

@@ -184,7 +184,8 @@ def distillation(
             else:
                 options = {name: settings[name] for name in row.options}
                 tails = divergence.tails_for(row.function, teacher_tail, student.tail)
-                value = row.function(target, student.candidates, **tails, **options)
+                both = divergence.finite(target), divergence.finite(student.candidates)
+                value = row.function(*both, **tails, **options)
             values.append(factor * value)
         value = torch.stack(values).sum(0)
         metrics = {

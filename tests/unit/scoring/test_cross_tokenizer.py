@@ -2,6 +2,7 @@
 
 import itertools
 
+import documented
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_gkd import testing
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import head_loss
-from hybrid_gkd.losses.terms import Student, by_event
+from hybrid_gkd.losses.table import user_divergence
+from hybrid_gkd.losses.terms import Student, by_event, distillation
 from hybrid_gkd.models.spelling import Spelling
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.cross_tokenizer import Aligner, CrossTokenizerScorer, student_scores
@@ -283,6 +285,29 @@ def test_the_loss_of_events_is_that_of_dense_distributions(function):
         expected = expected + (p.exp() * (p - q)).sum()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     assert torch.allclose(gradient, torch.autograd.grad(expected, weight)[0], atol=1e-12)
+
+
+def test_a_loss_of_the_user_gets_finite_log_probabilities_of_events(tmp_path):
+    """Columns without an event are -inf for both sides, and the example of the pages multiplies p by log p."""
+    file = tmp_path / "my_loss.py"
+    file.write_text(documented.example("my_loss.py"), encoding="utf-8")
+    own = user_divergence(f"{file}:skewed_kl")
+    term = distillation([(1.0, own)], tail="bucket", beta=0.5, coefficient=1.0)
+    logprobs = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).log_softmax(1).requires_grad_()
+    chunk = {
+        "teacher.logprobs": torch.tensor([[0.5, 0, 0.2], [0, 0, 0]]).log(),
+        "teacher.tail_logprobs": torch.tensor([0.3, 1.0]).log(), "teacher.sampled_logprobs": torch.zeros(2),
+        "teacher.groups": torch.tensor([[0, 0, 2], [-1, -1, -1]]),
+    }  # fmt: skip
+    student = Student(logprobs[:, 0], logprobs[:, :3], logprobs[:, 3:].logsumexp(1))
+    value, _ = term.function(chunk, student)
+    (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+    events = torch.stack([logprobs[0, :2].logsumexp(0), logprobs[0, 2]])[None]
+    tails = {"teacher_tail": chunk["teacher.tail_logprobs"][:1], "student_tail": student.tail[:1]}
+    expected = own.function(chunk["teacher.logprobs"][:1, [0, 2]], events, tail="bucket", **tails)
+    assert value[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_columns_of_single_tokens_keep_the_log_probabilities_to_the_last_digit():
