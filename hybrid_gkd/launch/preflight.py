@@ -179,7 +179,10 @@ def loss(facts: Facts) -> str:
         assert weighting is not None
         load_object("distillation.token_weights", weighting.import_path)  # with a timer of its own
         with limited("distillation.token_weights", section.token_weights):
-            check_token_weights(weighting, topk=section.topk)
+            check_token_weights(
+                weighting, topk=section.topk, given=facts.config.data.response_key is not None,
+                other_tokenizer=section.cross_tokenizer != "refuse",
+            )
     if section.enabled and section.teacher_prompt_fn is not None:
         load_prompt_function(section.teacher_prompt_fn)
     on_rewards = section.use_task_rewards or section.as_reward or not section.enabled

@@ -8,7 +8,7 @@ Shapes: R trained tokens of a completion, K teacher candidates.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,20 +49,33 @@ def num_selected(fraction: float, count: int) -> int:
     return math.ceil(fraction * count - 1e-9)
 
 
-def compute_weights(row: TokenWeights, signals: TokenSignals) -> np.ndarray:
-    """Return the weights of a completion, float32 [R]. Raises ConfigError unless each is finite and at least 0."""
-    weights = np.asarray(row.function(signals, **row.options))
+def compute_weights(row: TokenWeights, signals: TokenSignals, case: str = "") -> np.ndarray:
+    """Return the weights of a completion, float32 [R]. Raises ConfigError unless each is finite and at least 0.
+
+    `case`: description of the completion, for the message.
+    """
+    try:
+        weights = np.asarray(row.function(signals, **row.options))
+    except Exception as error:  # whatever the user's code raises
+        rule = f"raised {type(error).__name__}{case}: {error}"
+        raise ConfigError(KEY, rule, show_value=False) from error
     if weights.shape != (signals.length,):
-        rule = f"must return one weight per token, [{signals.length}]; got {list(weights.shape)}"
+        rule = f"must return one weight per token{case}, [{signals.length}]; got {list(weights.shape)}"
         raise ConfigError(KEY, rule, show_value=False)
     weights = weights.astype(np.float32)
     if not (np.isfinite(weights) & (weights >= 0)).all():
-        raise ConfigError(KEY, f"must return finite weights of at least 0; got {weights.min()}", show_value=False)
+        rule = f"must return finite weights of at least 0{case}; got {weights.min()}"
+        raise ConfigError(KEY, rule, show_value=False)
     return weights
 
 
-def check_token_weights(row: TokenWeights, *, topk: int) -> None:
-    """Try out a function of the user's on a completion of five tokens. Raises ConfigError if it fails."""
+def check_token_weights(row: TokenWeights, *, topk: int, given: bool = False, other_tokenizer: bool = False) -> None:
+    """Try out a function of the user's on completions of five tokens. Raises ConfigError if it fails.
+
+    Args:
+        given: the run has given completions, without `TokenSignals.logprobs`.
+        other_tokenizer: a teacher may have another tokenizer, and then no log-probability of a token: NaN.
+    """
     rng = np.random.default_rng(0)
     each = np.log(rng.dirichlet(np.ones(topk + 1), 5).astype(np.float32))
     teacher = TopK(
@@ -72,10 +85,11 @@ def check_token_weights(row: TokenWeights, *, topk: int) -> None:
     signals = TokenSignals(
         token_ids=np.arange(5, dtype=np.int32), positions=np.arange(5), length=5, logprobs=each[:, 0], teacher=teacher
     )
-    try:
-        compute_weights(row, signals)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        rule = f"raised {type(error).__name__} when it was tried: {error}"
-        raise ConfigError(KEY, rule, show_value=False) from error
+    cases = {"": signals}
+    if given:
+        cases[", for a given completion (logprobs=None)"] = replace(signals, logprobs=None)
+    if other_tokenizer:
+        unknown = replace(teacher, sampled_logprobs=np.where(np.arange(5) == 2, np.float32(np.nan), each[:, 0]))
+        cases[", where teacher.sampled_logprobs is NaN (another tokenizer)"] = replace(signals, teacher=unknown)
+    for case, tried in cases.items():
+        compute_weights(row, tried, f" when it was tried{case}")

@@ -65,7 +65,7 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
                 counted[f"weights/{term}"] = own
     if not any(left or kept):
         keys = "distillation.token_weights and algorithm.rollout_rs set the weights"
-        raise TrainingError(f"none of the {num_tokens} trained tokens of a mini-batch has a weight above 0; {keys}")
+        raise TrainingError(f"no token of the {len(samples)} completions of a mini-batch has a weight above 0; {keys}")
     if not counted:
         return samples
     factors = {name: _factors(own, mode, num_tokens, constant) for name, own in counted.items()}

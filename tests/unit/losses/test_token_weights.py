@@ -104,12 +104,36 @@ def test_a_function_without_a_finite_weight_for_each_token_is_refused(reason, mo
     assert KEY in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [({"given": True}, r"TypeError when it was tried, for a given completion \(logprobs=None\)"),
+     ({"other_tokenizer": True}, r"finite .* where teacher.sampled_logprobs is NaN \(another tokenizer\); got nan")],
+)  # fmt: skip
+def test_a_function_is_tried_on_what_the_run_can_have(run, reason, monkeypatch):
+    """A function of both log-probabilities works on sampled completions and teachers with the student's tokens only."""
+
+    def ratio(signals):
+        return np.exp(signals.logprobs - signals.teacher.sampled_logprobs)
+
+    monkeypatch.setattr(sys.modules[__name__], "tried", ratio, raising=False)
+    row = token_weights(f"{__name__}:tried", {})
+    check_token_weights(row, topk=4)
+    with pytest.raises(ConfigError, match=reason):
+        check_token_weights(row, topk=4, **run)
+
+
+def test_an_error_of_a_function_during_the_run_names_the_key(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "tried", BAD["raised KeyError"], raising=False)
+    with pytest.raises(ConfigError, match=f"{KEY}: raised KeyError: 'x'"):
+        compute_weights(token_weights(f"{__name__}:tried", {}), signals(2))
+
+
 def test_the_example_of_the_pages(tmp_path):
     file = tmp_path / "my_weights.py"
     file.write_text(example("my_weights.py"), encoding="utf-8")
     row = token_weights(f"{file}:surprise", {"limit": 2})
     assert row.needs == "teacher"
-    check_token_weights(row, topk=3)
+    check_token_weights(row, topk=3, given=True, other_tokenizer=True)
     ones = np.zeros((3, 1), np.float32)
     teacher = TopK(
         ids=ones.astype(np.int32), logprobs=ones, tail_logprobs=ones[:, 0],
@@ -167,5 +191,5 @@ def test_uniform_weights_add_nothing_to_a_sample():
 
 def test_a_mini_batch_without_a_weight_is_an_error():
     config = tiny_config(f"{KEY}=m:f")
-    with pytest.raises(TrainingError, match="has a weight above 0"):
+    with pytest.raises(TrainingError, match="no token of the 1 completions of a mini-batch has a weight above 0"):
         with_loss_weights(config, [make_sample(0, completion=range(2), token_weights=np.zeros(2, np.float32))])
