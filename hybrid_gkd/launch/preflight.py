@@ -187,9 +187,9 @@ def loss(facts: Facts) -> str:
         load_prompt_function(section.teacher_prompt_fn)
     on_rewards = section.use_task_rewards or section.as_reward or not section.enabled
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
-        estimator = load_estimator(facts.config.algorithm.adv_estimator)
+        load_estimator(facts.config.algorithm.adv_estimator)  # with a timer of its own
         with limited("algorithm.adv_estimator", facts.config.algorithm.adv_estimator):
-            check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
+            check_estimator(facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
     mode = facts.config.actor_rollout_ref.actor.policy_loss.loss_mode
     if (on_rewards or section.use_policy_gradient) and is_import_path(mode):
         own_loss = policy_loss(mode).function

@@ -156,28 +156,41 @@ def load_estimator(name: str) -> Estimator:
     return load_object("algorithm.adv_estimator", name)
 
 
-def check_estimator(estimator: Estimator, n: int, section: AlgorithmConfig) -> None:
-    """Call a user's own estimator on random rewards for two prompts, as a preflight check.
+def estimate(
+    rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig, case: str = ""
+) -> tuple[Arrays, Arrays | None]:
+    """Return advantages, float32, and returns of the estimator of `algorithm.adv_estimator`.
 
-    Raises ConfigError: it raises, or its advantages are not one finite value per token.
+    Raises ConfigError: a user's own estimator raises, or its advantages are not one finite value per token.
+
+    `case`: description of the call, for the message.
     """
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(1, 6, 2 * n).tolist()
-    rewards = token_rewards(generator.random(2 * n), lengths)
+    estimator = load_estimator(section.adv_estimator)
+    if not is_import_path(section.adv_estimator):
+        return estimator(rewards, n, values, section)
 
     def refusal(rule: str) -> ConfigError:
         return ConfigError("algorithm.adv_estimator", rule, section.adv_estimator)
 
     try:
-        advantages, _ = estimator(rewards, n, None, section)
-        found = [np.asarray(each, np.float64) for each in advantages]
+        advantages, returns = estimator(rewards, n, values, section)
+        found = [np.asarray(each, np.float32) for each in advantages]
     except Exception as error:  # whatever the user's code raises
-        raise refusal(f"raised {type(error).__name__} in a trial call: {error}") from error
-    if [each.shape for each in found] != [(length,) for length in lengths]:
-        shapes = ", ".join(str(list(each.shape)) for each in found)
-        raise refusal(f"must return advantages of shapes {[[length] for length in lengths]}; it returned {shapes}")
+        raise refusal(f"raised {type(error).__name__}{case}: {error}") from error
+    lengths, shapes = [len(each) for each in rewards], [each.shape for each in found]
+    if shapes != [(length,) for length in lengths]:
+        rule = f"must return one advantage per token{case}, for completions of {lengths[:4]}"
+        raise refusal(f"{rule} and so on, {len(lengths)} in total; it returned {len(found)}, of shapes {shapes[:4]}")
     if not all(np.isfinite(each).all() for each in found):
-        raise refusal("returned advantages that are not finite")
+        raise refusal(f"returned advantages that are not finite{case}")
+    return found, returns
+
+
+def check_estimator(n: int, section: AlgorithmConfig) -> None:
+    """Call a user's own estimator on random rewards for two prompts, as a preflight check. Raises as `estimate`."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 6, 2 * n).tolist()
+    estimate(token_rewards(generator.random(2 * n), lengths), n, None, section, " in a trial call")
 
 
 def _scores(rewards: Arrays) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid_gkd.config import ADV_ESTIMATORS, Config
-from hybrid_gkd.ppo.advantages import load_estimator
+from hybrid_gkd.ppo.advantages import estimate
 from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, with_tasks
 
 
@@ -53,9 +53,9 @@ def with_advantages(
             )
             for sample, place in ((sample, places[sample.id.group]) for sample in samples)
         ]
-    advantages, returns = load_estimator(section.adv_estimator)(rewards, n, baseline, section)
+    advantages, returns = estimate(rewards, n, baseline, section)
     pairs = zip(samples, advantages, strict=True)
-    samples = [sample.with_signals(advantages=np.asarray(each, np.float32)) for sample, each in pairs]
+    samples = [sample.with_signals(advantages=each) for sample, each in pairs]
     if values is not None:
         assert returns is not None
         samples = [sample.with_signals(returns=each) for sample, each in zip(samples, returns, strict=True)]

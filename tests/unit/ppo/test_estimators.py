@@ -9,7 +9,8 @@ import pytest
 
 from hybrid_gkd.config.learning import ADV_ESTIMATORS, AlgorithmConfig
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.ppo.advantages import ESTIMATORS, check_estimator, group_relative_advantages, load_estimator
+from hybrid_gkd.ppo import advantages
+from hybrid_gkd.ppo.advantages import ESTIMATORS, check_estimator, group_relative_advantages
 from hybrid_gkd.scoring.rewards import token_rewards
 
 VERL = json.loads(Path(__file__).with_name("verl_estimators.json").read_text(encoding="utf-8"))
@@ -125,7 +126,7 @@ def test_a_reward_that_is_not_finite_is_refused(name):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("return [r[:-1] for r in rewards], None", "must return advantages of shapes"),
+        ("return [r[:-1] for r in rewards], None", r"one advantage per token in a trial call.* it returned 4, of"),
         ("return [r * float('nan') for r in rewards], None", "not finite"),
         ("return rewards", "raised ValueError in a trial call"),
         ("return rewards, None", None),
@@ -135,8 +136,17 @@ def test_an_estimator_of_ones_own_is_tried_out(tmp_path, code, message):
     file = tmp_path / "mine.py"
     file.write_text(f"def mine(rewards, n, values, section):\n    {code}\n", encoding="utf-8")
     section = AlgorithmConfig(adv_estimator=f"{file}:mine")
-    estimator = load_estimator(section.adv_estimator)
     if message is None:
-        return check_estimator(estimator, 2, section)
+        return check_estimator(2, section)
     with pytest.raises(ConfigError, match=f"^algorithm.adv_estimator: .*{message}"):
-        check_estimator(estimator, 2, section)
+        check_estimator(2, section)
+
+
+def test_an_estimator_of_ones_own_that_fails_during_the_run_is_named(tmp_path):
+    """The rewards of the trial call are all above 0."""
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(rewards, n, values, section):\n    return [r / r[-1] for r in rewards], None\n", "utf-8")
+    section = AlgorithmConfig(adv_estimator=f"{file}:mine")
+    check_estimator(2, section)
+    with np.errstate(invalid="ignore"), pytest.raises(ConfigError, match=r"^algorithm.adv_estimator: .*not finite"):
+        advantages.estimate([np.zeros(2)] * 2, 2, None, section)
