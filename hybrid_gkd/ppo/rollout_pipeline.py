@@ -98,7 +98,7 @@ class RolloutPipeline:
             while not wait([rollout], timeout=CHECK_SECONDS).done:
                 if time.monotonic() > self._last_progress + self._inactivity_timeout.seconds:
                     raise WorkerError(
-                        f"generate: no completion and no error within {self._inactivity_timeout}; see the logs of the "
-                        "rollout workers"
+                        f"no completion and no error within {self._inactivity_timeout} during the generation; see the "
+                        "logs of the rollout workers"
                     )
         return rollout.result()

@@ -33,12 +33,12 @@ from hybrid_gkd.types import (
     TopK,
 )
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
+from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.liveness import RayLost, check_ray
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (
     CAUSE_SECONDS,
     CHECK_SECONDS,
-    DESCRIPTIONS,
     NCCL_KEY,
     SETTLE_SECONDS,
     Calls,
@@ -183,7 +183,7 @@ class WorkerGroup:
                 missing -= len(finished)
                 yield finished
         if missing:
-            raise WorkerError(f"generate: {missing} of {len(requests)} samples are missing")
+            raise WorkerError(f"{missing} of {len(requests)} samples are missing at the end of the generation")
 
     def _next_stream(self, streams: Calls, last_progress: dict[Any, float]) -> Any | None:
         """Return a stream that has results, or None after a short wait. Raises WorkerError if one is overdue."""
@@ -293,12 +293,12 @@ class WorkerGroup:
 
         try:
             here = self.actors.start("placement") | self.rollouts.start("placement")
-            gather("weight sync", here, limit)  # so that nothing is sent to a lost worker
+            gather("publish", here, limit)  # so that nothing is sent to a lost worker
             sending = self.actors.start("send_weights", self._dtype)
             receiving = self.rollouts.start("receive_weights", weight_version)
             still_sending |= sending.keys()
             # At the timeout a waiting worker raises; one that does not answer is the cause.
-            seconds = gather("weight sync", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
+            seconds = gather("publish", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
         except HybridGKDError as error:
             for call in sending | receiving:  # they would wait for the failed one until their timeout
                 ray.cancel(call)

@@ -24,6 +24,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
+from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.liveness import RAYLET, RayLost, check_ray, lost_process
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
@@ -37,22 +38,6 @@ CAUSE_SECONDS = 3.0
 SETTLE_SECONDS = 10.0
 """Timeout for workers to finish or drop the work queued before a peer failed."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
-DESCRIPTIONS = {
-    "begin": "the start of their processes", "placement": "the workers' places", "address": "a worker's address",
-    "initialize": "loading student and rollout engine", "publish": "the weight sync",
-    "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
-    "take_snapshot": "copying the checkpoint to the host", "finish_snapshot": "writing the checkpoint",
-    "device_metrics": "the workers' metrics",
-    "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
-    "compute_topk": "the student's most likely tokens",
-    "compute_reward_scores": "the reward model's scores",
-    "compute_ref_logprobs": "log-probabilities of the reference policy",
-    "compute_ref_topk": "the reference policy's most likely tokens",
-    "compute_own_topk": "the scores of the student's own weights",
-    "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",
-    "generate": "the generation", "settle": "the end of unfinished work",
-}
-"""Descriptions of worker methods for wait messages, where the name is not clear."""
 
 
 CHANGES_WEIGHTS = ("update", "update_critic")
@@ -185,7 +170,7 @@ class Pool:
             if isinstance(cause, HybridGKDError):
                 cause.args = (f"{cause} ({self._location(rank)})",)
                 raise cause from error
-            what = f"{self.role} {rank} failed in {method}: {describe_error(cause)}"
+            what = f"{self.role} {rank} failed during {DESCRIPTIONS[method]}: {describe_error(cause)}"
             raise WorkerError(f"{what} ({self._location(rank)})") from error
         except GetTimeoutError as error:
             raise self.timeout_error(method, [rank]) from error
@@ -193,7 +178,8 @@ class Pool:
             check_ray(raylet_only=True, at_once=True)
             # The last line has the cause; Ray's paragraph of possible reasons is in run.log.
             reason = str(error).strip().splitlines()[-1].strip().partition(" Some common causes include")[0]
-            raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._location(rank)})") from error
+            what = f"{self.role} {rank} died during {DESCRIPTIONS[method]}: {reason}"
+            raise WorkerDiedError(f"{what} ({self._location(rank)})") from error
 
     def mark_stuck_peers(self, method: str, rank: int, calls: Calls) -> None:
         """Record the calls of peers that may wait in a collective for a failed worker.
@@ -231,7 +217,7 @@ class Pool:
                 return False
             limit = Timeout(SETTLE_SECONDS)
         try:
-            gather("the end of earlier calls", self.start("synchronize"), limit)
+            gather("synchronize", self.start("synchronize"), limit)
         except WorkerError as error:
             logger.warning("the student cannot be saved: %s", error)
             return False
@@ -263,8 +249,8 @@ class Pool:
         """Return an error naming the workers that did not respond in time, with their placements."""
         where = "; ".join(map(self.name_of, ranks))
         return WorkerError(
-            f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
-            f"{timeout or Timeout(self.timeout, NCCL_KEY)}: {where}"
+            f"no answer from {self.role} {', '.join(map(str, ranks))} within "
+            f"{timeout or Timeout(self.timeout, NCCL_KEY)} during {DESCRIPTIONS[method]}: {where}"
         )
 
     def name_of(self, rank: int) -> str:
@@ -297,7 +283,7 @@ def gather(
     others.
 
     Args:
-        method: name, for messages.
+        method: key of DESCRIPTIONS.
         timeout: for all calls together; None takes the pools' own.
         on_answer: called with each successful call.
         grace_period: additional seconds, for workers that raise at the same timeout.
@@ -311,7 +297,7 @@ def gather(
     left, results = dict(calls), dict[Any, Any]()
     limit = timeout or Timeout(next(iter(calls.values()))[0].timeout, NCCL_KEY)
     deadline = time.monotonic() + limit.seconds + grace_period
-    with waiting(DESCRIPTIONS.get(method, method), limit, lambda: f"no answer yet from {name_workers(dict(left))}"):
+    with waiting(DESCRIPTIONS[method], limit, lambda: f"no answer yet from {name_workers(dict(left))}"):
         while left:
             pause = max(0.0, min(CHECK_SECONDS, deadline - time.monotonic()))
             ready, _ = ray.wait(list(left), num_returns=1, timeout=pause)

@@ -40,6 +40,7 @@ from hybrid_gkd.types import (
     SamplingParams,
     TopK,
 )
+from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
 from hybrid_gkd.workers.profiling import StepProfiler
@@ -73,7 +74,8 @@ def failures_logged(cls: type[C]) -> type[C]:
             logger.exception("%s failed", name)
             if isinstance(error, HybridGKDError):
                 raise
-            raise WorkerError(f"{worker.role} {worker.rank} failed in {name}: {describe_error(error)}") from error
+            what = f"{worker.role} {worker.rank} failed during {DESCRIPTIONS[name]}"
+            raise WorkerError(f"{what}: {describe_error(error)}") from error
 
     def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -486,7 +486,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
     code, _, errors = finish(process)
     assert code == 1
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("error: rollout worker 0 died in ")
+    assert errors.splitlines()[-1].startswith("error: rollout worker 0 died during ")
     assert "rollout_0.log" in errors.splitlines()[-1]
     (folder,) = (tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*")
     step = int(folder.name.removeprefix("global_step_"))

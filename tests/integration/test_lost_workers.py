@@ -76,8 +76,8 @@ def test_a_run_that_loses_workers_has_the_curve_of_one_that_does_not(world, tmp_
     assert not list(kept.iterdir())  # all steps are done
     assert len(read_starts(out / "gkd")) == 1
     first, second = restarts(out / "gkd")
-    assert "actor worker 1 died in update" in first["reason"]
-    assert "rollout worker 0 died in generate" in second["reason"]
+    assert "actor worker 1 died during the update" in first["reason"]
+    assert "rollout worker 0 died during the generation" in second["reason"]
     log = (out / "gkd" / "run.log").read_text(encoding="utf-8")
     for number, row in enumerate((first, second), 1):
         assert row["steps_repeated"] <= 1

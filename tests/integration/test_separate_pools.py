@@ -214,10 +214,10 @@ def test_a_rollout_worker_without_memory_is_named_and_one_that_is_lost_and_the_s
         shorten_deadlines(group)
         group.publish(0)
         ray.get(group.rollouts.workers[1].__ray_call__.remote(plant), timeout=60)
-        failed = r"rollout worker 1 failed in {}: OutOfMemoryError.*rollout_1\.log"
-        with pytest.raises(WorkerError, match=failed.format("generate")):
+        failed = r"rollout worker 1 failed during the {}: OutOfMemoryError.*rollout_1\.log"
+        with pytest.raises(WorkerError, match=failed.format("generation")):
             generate(group)
-        with pytest.raises(WorkerError, match=failed.format("receive_weights")):
+        with pytest.raises(WorkerError, match=failed.format("weight sync")):
             group.publish(1)
         ray.get(group.rollouts.workers[1].__ray_call__.remote(generate_on), timeout=60)
         stop_process(pids(group.rollouts)[0])
@@ -245,11 +245,11 @@ def test_a_sender_does_not_wait_for_the_others_where_a_receiver_has_failed(model
         group.publish(0)
         first, second = group.rollouts.workers
         ray.get([first.__ray_call__.remote(take_nothing), second.__ray_call__.remote(fail)], timeout=60)
-        with pytest.raises(WorkerError, match=r"rollout worker 1 failed in receive_weights: ValueError: planted"):
+        with pytest.raises(WorkerError, match=r"rollout worker 1 failed during the weight sync: ValueError: planted"):
             group.publish(1)
         gather("synchronize", group.actors.start("synchronize"), Timeout(30.0))
         os.kill(pids(group.rollouts)[1], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"rollout worker 1 died in weight sync"):
+        with pytest.raises(WorkerError, match=r"rollout worker 1 died during the weight sync"):
             group.publish(2)
         gather("synchronize", group.actors.start("synchronize"), Timeout(30.0))
 
@@ -258,7 +258,7 @@ def test_a_sender_does_not_wait_for_the_others_where_a_receiver_has_failed(model
 @pytest.mark.parametrize(
     ("sent", "seen"),
     [
-        (signal.SIGKILL, "rollout worker 0 died in "),
+        (signal.SIGKILL, "rollout worker 0 died during "),
         (signal.SIGSTOP, r"from rollout worker 0 within 6 s \(actor_rollout_ref\.load_timeout\)"),
     ],
 )

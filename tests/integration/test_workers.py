@@ -455,7 +455,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
         group.config = group.actors.config = copy.deepcopy(config)
         group.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
         request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=np.arange(4, dtype=np.int32), seed=0)
-        with pytest.raises(WorkerError, match=r"worker 0 failed in generate: OutOfMemoryError"):
+        with pytest.raises(WorkerError, match=r"worker 0 failed during the generation: OutOfMemoryError"):
             list(group.generate([request], SamplingParams(max_tokens=24)))
         assert not group.can_save()
         assert stuck in caplog.text
@@ -471,7 +471,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
         log = group.log_files[0].read_text(encoding="utf-8")
         assert re.findall(r"(\w+) failed\nTraceback \(most recent call last\):", log) == ["generate", "update"]
         ray.kill(group.actors.workers[1])
-        with pytest.raises(WorkerError, match=r"worker 1 died in update.*worker_1\.log"):
+        with pytest.raises(WorkerError, match=r"worker 1 died during the update.*worker_1\.log"):
             group.update(shares(random_batch(0), 2, 128))
 
 
@@ -482,7 +482,7 @@ def test_a_hung_worker_ends_the_call_at_the_deadline(model, tmp_path):
         stop_process(pid)
         group.actors.timeout = 3
         try:
-            with pytest.raises(WorkerError, match=r"no answer to publish from worker 0 within 3 s"):
+            with pytest.raises(WorkerError, match=r"no answer from worker 0 within 3 s .* during the weight sync"):
                 group.publish(1)
         finally:
             os.kill(pid, signal.SIGKILL)

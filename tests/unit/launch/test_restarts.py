@@ -36,7 +36,7 @@ class Workers(RecordingGroup):
 
     def update(self, batches, **options):
         if self._trainers[-1].step + 1 == self._fails_at:
-            raise self._error("worker 0 died in update: killed")
+            raise self._error("worker 0 died during the update: killed")
         return super().update(batches, **options)
 
     def write_snapshot(self, folder):
@@ -122,7 +122,7 @@ def test_every_step_is_trained_once_and_the_losses_are_recorded(tmp_path, caplog
     assert [sorted(each.tracking.by_step) for each in run.trainers] == [[1, 2], [3, 4], [5, 6]]
     rows = [row for row in rows_of_starts(run.folder) if "restart" in row]
     assert [(row["failed_step"], row["resumed_step"], row["reason"]) for row in rows] == [
-        (step, step - 1, "WorkerError: worker 0 died in update: killed") for step in (3, 5)
+        (step, step - 1, "WorkerError: worker 0 died during the update: killed") for step in (3, 5)
     ]
     assert all(row["seconds_down"] > 0 for row in rows)
     last = trainer.tracking.by_step[6]
@@ -169,7 +169,7 @@ def test_without_a_saved_state_it_begins_again(tmp_path, caplog):
 )  # fmt: skip
 def test_where_it_is_of_no_use_the_error_ends_the_run(plan, overrides, error, said, tmp_path, caplog):
     run = Run(tmp_path, plan, *overrides, error=error)
-    with pytest.raises(error, match="worker 0 died in update"):
+    with pytest.raises(error, match="worker 0 died during the update"):
         run.fit()
     assert len(run.trainers) == len(plan)
     assert run.closed == list(range(len(plan)))

@@ -43,7 +43,7 @@ def test_a_snapshot_that_is_not_written_in_time_fails_as_a_checkpoint_and_not_as
 
     workers = SimpleNamespace(
         timeout=600.0, load_timeout=limit, get=get, mark_stuck_peers=lambda *_: None,
-        timeout_error=lambda method, *_: WorkerError(f"no answer to {method}"),
+        timeout_error=lambda *_: WorkerError("no answer"),
     )
     workers.start = lambda method: {method: (workers, 0)}
     monkeypatch.setattr(pool.ray, "wait", wait)

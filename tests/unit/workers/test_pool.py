@@ -1,9 +1,16 @@
-"""Which calls are taken for stuck after a failure, without Ray."""
+"""Which calls are taken for stuck after a failure, and the errors about them, without Ray."""
+
+import inspect
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.workers import pool as pools
+from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.pool import Pool
+from hybrid_gkd.workers.worker import Worker
 
 
 @pytest.mark.parametrize(
@@ -23,3 +30,29 @@ def test_those_wait_for_a_failed_worker_who_share_weights_or_gradients_with_it(m
     pool, other = (Pool(config, role=role, log_folder=tmp_path) for role in ("actor worker", "rollout worker"))
     pool.mark_stuck_peers(method, 2, {rank: (pool, rank) for rank in range(4)} | {4: (other, 3)})
     assert sorted(pool.stuck_calls) == expected
+
+
+def test_every_call_to_a_worker_has_a_description_in_the_words_of_users():
+    methods = {name for name, _ in inspect.getmembers(Worker, inspect.isfunction) if not name.startswith("_")}
+    assert methods - {"join"} == set(DESCRIPTIONS)  # `join` is called by the worker itself
+    assert not [text for text in DESCRIPTIONS.values() if "_" in text or not text.startswith("the ")]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (RayTaskError("Worker.initialize", "", ValueError("planted")), "failed during the loading of the models"),
+        (RayActorError(), "died during the loading of the models"),
+    ],
+)
+def test_errors_of_a_call_are_described_without_the_name_of_its_method(raised, expected, tmp_path, monkeypatch):
+    def get(*args, **options):
+        raise raised
+
+    monkeypatch.setattr(pools.ray, "get", get)
+    pool = Pool(Config(), role="worker", log_folder=tmp_path)
+    with pytest.raises(WorkerError, match=rf"^worker 0 {expected}: .*worker_0\.log\)$") as found:
+        pool.get("initialize", None, 0)
+    late = pool.timeout_error("initialize", [0])
+    assert "no answer from worker 0 within 600 s (actor_rollout_ref.nccl_timeout) during the loading" in str(late)
+    assert "initialize" not in f"{found.value} {late}"

@@ -89,15 +89,18 @@ class Fields(BaseModel):
     blocks: int
 
 
-@pytest.mark.parametrize(("method", "arguments"), [("generate", ([], None)), ("compute_logprobs", ((),))])
-def test_the_error_of_a_library_is_told_in_full_by_the_worker(method, arguments):
+@pytest.mark.parametrize(
+    ("method", "arguments", "what"),
+    [("generate", ([], None), "the generation"), ("compute_topk", ((),), "the computation of the student's .* tokens")],
+)
+def test_the_error_of_a_library_is_told_in_full_by_the_worker(method, arguments, what):
     """Its first line is a number of errors, and its class may not survive the way to the driver."""
     config = tiny_config()
     worker = Worker(config, role="rollout worker", rank=3, size=4, device="cpu", folder=".")
     worker.clock, worker.engine = Clock(), SimpleNamespace(weight_version=1)
     worker.residency = SimpleNamespace(enter=lambda _: Fields(blocks="many"))
     worker.updater = SimpleNamespace(forward=lambda _: Fields(blocks="many"))
-    expected = rf"^rollout worker 3 failed in {method}: ValidationError: 1 .*blocks.*'many'"
+    expected = rf"^rollout worker 3 failed during {what}: ValidationError: 1 .*blocks.*'many'"
     with pytest.raises(WorkerError, match=expected):
         list(getattr(worker, method)(*arguments))
 
