@@ -27,6 +27,8 @@ import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from hybrid_gkd.process_limits import describe_refusal
+
 T = TypeVar("T")
 MAX_CAUSE_CHARACTERS = 600
 """Maximum number of characters of a library's error in a message."""
@@ -91,12 +93,14 @@ def call_all(functions: Iterable[Callable[[], T]]) -> list[T]:
 def describe_error(error: BaseException) -> str:
     """Return type and message of a library's error in one line, shortened in the middle if it is very long.
 
-    All lines are kept, because the first line of a validation error often only counts the others.
+    All lines are kept, because the first line of a validation error often only counts the others. Process limits
+    follow the error of a refused process or thread.
     """
     text = " ".join(str(error).split())
     if len(text) > MAX_CAUSE_CHARACTERS:
         text = f"{text[: MAX_CAUSE_CHARACTERS // 2]} ... {text[-MAX_CAUSE_CHARACTERS // 2 :]}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return "; ".join(filter(None, (described, describe_refusal(error))))
 
 
 class DataError(HybridGKDError): ...

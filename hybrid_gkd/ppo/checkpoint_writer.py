@@ -6,13 +6,14 @@ import contextlib
 import logging
 import operator
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.threads import single_thread
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, Best, CheckpointStore, TrainerState, step_in_name
 
@@ -64,7 +65,7 @@ class CheckpointWriter:
         self.snapshot: tuple[int, Path] | None = None
         """Step and folder of the newest complete snapshot that this run wrote or resumed from."""
         self._writing: _PendingCheckpoint | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = single_thread("checkpoint")
 
     @property
     def is_writing(self) -> bool:

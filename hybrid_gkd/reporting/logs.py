@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import hybrid_gkd
 from hybrid_gkd.errors import ConfigError, describe_error
+from hybrid_gkd.process_limits import describe_refusal
 
 RUN_LOG = "run.log"
 TIME = "%Y-%m-%d %H:%M:%S"
@@ -141,4 +142,5 @@ def describe_unexpected(error: Exception) -> str:
             traceback.print_exception(error, file=log)
         logged = f"{TRACEBACK}{log.name}"
     where = ", ".join([place, *(note for note in notes if note != logged)])
-    return f"unexpected error in {where}: {describe_error(error)}; {logged}"
+    what = "no new process or thread in" if describe_refusal(error) else "unexpected error in"
+    return f"{what} {where}: {describe_error(error)}; {logged}"

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from hybrid_gkd.errors import describe_error
+
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 10.0
@@ -81,7 +83,10 @@ def waiting(
         since: start of the wait by time.monotonic; None: now.
     """
     wait = Wait(whom, timeout, detail, since)
-    threading.Thread(target=wait.log_until_over, name="waiting", daemon=True).start()
+    try:
+        threading.Thread(target=wait.log_until_over, name="waiting", daemon=True).start()
+    except RuntimeError as error:  # the wait itself needs no thread, for example to save a failed run
+        logger.warning("the wait for %s is not logged: %s", whom, describe_error(error))
     try:
         yield wait
     finally:

@@ -301,9 +301,7 @@ def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if missing := sums.keys() - set(names):
         raise FileNotFoundError(f"{min(missing)} was written by a worker and is not in this folder: all must share it")
-    with ThreadPoolExecutor(READERS) as readers:
-        found = readers.map(lambda name: sums.get(name) or FileSum.of(folder / name), names)
-    listed = {name: asdict(each) for name, each in zip(names, found, strict=True)}
+    listed = {name: asdict(sums.get(name) or FileSum.of(folder / name)) for name in names}
     text = json.dumps({"crc32": _manifest_sum(listed), "files": listed}, indent=2)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 

@@ -11,7 +11,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hybrid_gkd.errors import CheckpointError, describe_error
 from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.threads import single_thread
 
 PIECE_BYTES = 64 * 2**20
 """Size of the pieces that are read, copied to the host and written: the host memory of a rank besides its tensors."""
@@ -64,7 +64,7 @@ def write_shard(file: Path, parts: Iterable[Part], **facts: str) -> FileSum:
     head += b" " * (-len(head) % 8)
     start = len(head).to_bytes(8, "little") + head
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "wb") as out, ThreadPoolExecutor(1) as summing:
+    with open(file, "wb") as out, single_thread("checksum") as summing:
         out.write(start)
         checksum = summing.submit(zlib.crc32, start)
         for piece in (piece for part in ordered for piece in _pieces(part.values())):

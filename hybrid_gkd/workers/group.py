@@ -179,7 +179,9 @@ class WorkerGroup:
                         raise
                     # The cause may be the death of a worker that shares the engine.
                     peers = {ref: at for ref, at in pool.start("placement").items() if at != (pool, rank)}
-                    raise (find_dead("generate", peers)[0] or error) from error
+                    if (died := find_dead("generate", peers)[0]) is None:
+                        raise
+                    raise died from error
                 missing -= len(finished)
                 yield finished
         if missing:

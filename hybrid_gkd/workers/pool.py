@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
+from hybrid_gkd.process_limits import process_limits
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.descriptions import DESCRIPTIONS
@@ -40,6 +41,8 @@ SETTLE_SECONDS = 10.0
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
 
 
+NEVER_RAN = "The actor never ran"
+"""Beginning of Ray's line after the reason, if a worker's process did not start."""
 CHANGES_WEIGHTS = ("update", "update_critic")
 Calls = dict[Any, tuple["Pool", int]]
 """Ray reference of a call -> its pool and rank."""
@@ -176,9 +179,7 @@ class Pool:
             raise self.timeout_error(method, [rank]) from error
         except RayError as error:
             check_ray(raylet_only=True, at_once=True)
-            # The last line has the cause; Ray's paragraph of possible reasons is in run.log.
-            reason = str(error).strip().splitlines()[-1].strip().partition(" Some common causes include")[0]
-            what = f"{self.role} {rank} died during {DESCRIPTIONS[method]}: {reason}"
+            what = f"{self.role} {rank} died during {DESCRIPTIONS[method]}: {describe_death(error)}"
             raise WorkerDiedError(f"{what} ({self._location(rank)})") from error
 
     def mark_stuck_peers(self, method: str, rank: int, calls: Calls) -> None:
@@ -262,6 +263,19 @@ class Pool:
         return f"{place}log: {self.log_files[rank]}"
 
 
+def describe_death(error: RayError) -> str:
+    """Return Ray's reason for the end of a worker's process in one line, with the likely cause if it never started.
+
+    Ray's paragraph of possible reasons is in run.log.
+    """
+    text, is_late, _ = str(error).strip().partition(NEVER_RAN)
+    reason = text.partition(" Some common causes include")[0].strip().splitlines()[-1].strip()
+    if not is_late:
+        return reason
+    limits = "".join(f"; {limit}" for limit in process_limits())
+    return f"{reason} Its process did not start, likely because memory or processes of the host are exhausted{limits}"
+
+
 def free_resources() -> str:
     return f"free are {ray.available_resources()}"
 
@@ -317,9 +331,10 @@ def gather(
                 results[ready[0]] = pool.get(method, ready[0], rank)
             except HybridGKDError as error:
                 pool.mark_stuck_peers(method, rank, calls)
-                if isinstance(error, WorkerError):
-                    raise _cause(method, error, left) from error
-                raise
+                cause = _cause(method, error, left) if isinstance(error, WorkerError) else error
+                if cause is error:
+                    raise
+                raise cause from error
             on_answer(ready[0])
     return [results[ref] for ref in calls]
 

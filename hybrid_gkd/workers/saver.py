@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.offload.pinned import HostCopies
 from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.threads import single_thread
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.student.checkpoint_io import (
     export_bytes,
@@ -62,7 +63,7 @@ class Saver:
         self._copies: HostCopies | None = None
         if behind:
             self._copies = HostCopies(locked=on_gpu)
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._thread = single_thread("checkpoint")
             # In the background, since allocating and locking this memory takes seconds. The thread gets a size and not
             # the models, since accessing their weights frees those that a forward pass has gathered.
             self._reserved = self._thread.submit(self._reserve, self._bytes_to_copy())

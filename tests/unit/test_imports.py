@@ -16,7 +16,7 @@ from hybrid_gkd.runtime.imports import gc_paused, install_command
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = ["search_path", "", *"""
-errors types runtime compat losses config models data offload rollout student demo teacher teacher_client
+process_limits errors types runtime compat losses config models data offload rollout student demo teacher teacher_client
 workers scoring ppo trainer reporting testing launch doctor metrics report evaluate __main__
 """.split()]
 """The nameless one is the package itself."""

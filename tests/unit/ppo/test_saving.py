@@ -1,13 +1,13 @@
 """Checkpoints that are written behind the next steps, on a stand-in for the workers: what waits for them, and when."""
 
 import logging
-from concurrent.futures import Future
 
 import pytest
 from test_schedulers import OWN_POOL, fit
 
 from hybrid_gkd.errors import CheckpointError, WorkerError
 from hybrid_gkd.ppo import checkpoint_writer
+from hybrid_gkd.runtime.threads import CallingThread
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, load_state
 from hybrid_gkd.testing import RecordingGroup
 
@@ -37,18 +37,6 @@ class SlowDisk(RecordingGroup):
         self.file.write_text(str(self.begun), encoding="utf-8")
         self.begun = None
         return {}, 12.34
-
-
-class AtOnce:
-    """An executor without a thread."""
-
-    def __init__(self, *arguments):
-        pass
-
-    def submit(self, function, *arguments):
-        done = Future()
-        done.set_result(function(*arguments))
-        return done
 
 
 def moments(group):
@@ -186,7 +174,7 @@ def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_pa
 @pytest.mark.slow
 def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, monkeypatch):
     group, reserved = SlowDisk(2), []
-    monkeypatch.setattr(checkpoint_writer, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(checkpoint_writer, "single_thread", lambda name: CallingThread())
     monkeypatch.setattr(CheckpointStore, "reserve", lambda store: reserved.append(len(group.updates)))
     fit("sync", 8, tmp_path, "trainer.save_freq=4", group=group)
     assert reserved == [6]

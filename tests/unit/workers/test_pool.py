@@ -7,6 +7,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.process_limits import ProcessLimit
 from hybrid_gkd.workers import pool as pools
 from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.pool import Pool
@@ -56,3 +57,22 @@ def test_errors_of_a_call_are_described_without_the_name_of_its_method(raised, e
     late = pool.timeout_error("initialize", [0])
     assert "no answer from worker 0 within 600 s (actor_rollout_ref.nccl_timeout) during the loading" in str(late)
     assert "initialize" not in f"{found.value} {late}"
+
+
+def test_a_worker_that_never_started_has_rays_reason_the_likely_cause_and_the_limits(tmp_path, monkeypatch):
+    reason = "The actor is dead because its worker process has died. Some common causes include: (1) the OOM killer."
+    raised = RayActorError(error_msg=f"The actor died.\n\tpid: 1\n{reason}\n{pools.NEVER_RAN} - it was cancelled.")
+
+    def get(*args, **options):
+        raise raised
+
+    monkeypatch.setattr(pools.ray, "get", get)
+    monkeypatch.setattr(pools.ray, "wait", lambda refs, **options: (refs[:1], refs[1:]))
+    monkeypatch.setattr(pools, "process_limits", lambda: [ProcessLimit("ulimit -u", 512, 510)])
+    pool = Pool(Config(), role="worker", log_folder=tmp_path)
+    with pytest.raises(WorkerError) as found:
+        pools.gather("begin", {"call": (pool, 0)})
+    assert "worker process has died. Its process did not start, likely because memory or processes" in str(found.value)
+    assert "exhausted; ulimit -u is 512, 510 in use (log: " in str(found.value)
+    assert "never ran" not in str(found.value)
+    assert found.value.__cause__ is raised  # whose paragraph of possible reasons belongs into run.log
