@@ -36,7 +36,7 @@ def stored_teacher(store: ScoreStore, needs: StudentNeeds) -> ScoredBy:
     if not fitting:
         raise TeacherMismatch(
             f"{KEY}: {store.folder} has scores of {', '.join(map(str, found))}; the student needs K {needs.topk} "
-            f"(distillation.topk), temperature {needs.temperature:g} (distillation.temperature): "
+            f"(distillation.topk), temperature {needs.temperature!r} (distillation.temperature): "
             "score with these into another folder"
         )
     if len(fitting) > 1:

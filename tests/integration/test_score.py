@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -79,10 +80,10 @@ def config_of(folder, *more):
 
 def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, service, monkeypatch):
     by_service = ["--addr", service.address, "--keys", str(service.keys)]
-    summary = f"scores of {ROWS - 1} completions by teacher (K {K}, temperature 1), "
-    assert f"{summary}{ROWS - 1} of them new" in run(folder, *by_service)
+    summary = rf"scores of {ROWS - 1} completions by teacher \(weights \w+, K {K}, temperature 1\.0, \d+ token ids\), "
+    assert re.search(f"{summary}{ROWS - 1} of them new", run(folder, *by_service))
     # The same weights, in a service that this command starts.
-    assert f"{summary}0 of them new" in run(folder, f"--ckpt-path={folder / 'teacher'}", "--backend=hf")
+    assert re.search(f"{summary}0 of them new", run(folder, f"--ckpt-path={folder / 'teacher'}", "--backend=hf"))
 
     monkeypatch.chdir(folder)
     options = score.parse(arguments(folder, *by_service))
@@ -124,7 +125,8 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts.device = "cpu"
     inputs.student(facts)
     assert inputs.teacher(facts) == f"not needed: {folder / 'store'} has the scores of {ROWS - 1} completions"
-    assert check_compatibility(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
+    settings = f", K {K}, temperature 1.0, {facts.num_ids} token ids)"
+    assert check_compatibility(facts).endswith(f"{settings} has the student's vocabulary")
     path = "actor_rollout_ref.teacher.model.path"
     assert facts.settings.pop(f"{path} (hash of the weights)")
     assert facts.settings == {path: "teacher"}
@@ -134,7 +136,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     assert f"teacher: scores in {folder / 'store'}, top-{K}" in "\n".join(plan.places)
     facts = Facts(config_of(folder, store, "distillation.topk=4"))
     inputs.student(facts)
-    with pytest.raises(TeacherError, match=r"has scores of teacher \(K 5, temperature 1\); the student needs K 4"):
+    with pytest.raises(TeacherError, match=r"has scores of teacher \(.*, K 5, .*\); the student needs K 4"):
         check_compatibility(facts)
 
 

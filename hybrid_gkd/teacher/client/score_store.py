@@ -56,7 +56,8 @@ class ScoredBy:
             )
 
     def __str__(self) -> str:
-        return f"{self.model.model} (K {self.topk}, temperature {self.temperature:g})"
+        settings = f"K {self.topk}, temperature {self.temperature!r}, {self.num_ids} token ids"
+        return f"{self.model.model} (weights {self.model.weights[:12]}, {settings})"
 
     def key(self, reading: Reading) -> bytes:
         """Return the key of a reading's entry."""

@@ -225,7 +225,7 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"topk": 5}, r"has scores of teacher \(K 3, temperature 1\); the student needs K 5"),
+        ({"topk": 5}, r"has scores of teacher \(.*, K 3, temperature 1\.0, .*\); the student needs K 5"),
         ({"temperature": 0.5}, r"the student needs K 3 .*, temperature 0.5"),
         ({"tokenizer_hash": "other"}, "tokenizer hash: the teacher has h, the student needs other"),
     ],
@@ -253,6 +253,20 @@ def test_a_store_of_two_teachers_has_to_be_asked_through_one(store):
         store.add_teacher(dataclasses.replace(SCORED_BY, model=model))
     with pytest.raises(TeacherMismatch, match=r"several teachers: teacher w .*, teacher x"):
         stored_teacher(store, NEEDS)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_ids": SCORED_BY.num_ids + 1}, {"topk": SCORED_BY.topk + 1}, {"temperature": 1.0000001},
+        {"model": msgspec.structs.replace(MODEL, weights="other")},
+    ],
+    ids=str,
+)
+def test_teachers_with_other_scores_have_other_descriptions(changed):
+    other = dataclasses.replace(SCORED_BY, **changed)
+    assert other.key(reading(0, 7)) != SCORED_BY.key(reading(0, 7))
+    assert str(other) != str(SCORED_BY)
 
 
 def test_a_file_that_is_no_store_is_refused(tmp_path):
