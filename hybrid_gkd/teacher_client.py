@@ -93,7 +93,7 @@ class TeacherClient:
         self._needs: StudentNeeds | None = None
         """Set by the handshake; afterwards an incompatible server ends the thread."""
         self._served: dict[str, ModelInfo] = {}
-        self._waiting = ReadingQueue(num_microbatches)
+        self._waiting = ReadingQueue(num_microbatches, max(topk, given_topk))
         self._in_flight: dict[str, Request] = {}
         self._finished: list[tuple[Future[TopK], TopK | TeacherError]] = []
         """Futures to resolve at the end of the iteration."""

@@ -55,7 +55,7 @@ from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.engines.adapters import check_adapter
 from hybrid_gkd.teacher.engines.engine_table import resolve_backend
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
+from hybrid_gkd.teacher.protocol import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, reply_bytes
 from hybrid_gkd.types import GenerationRequest, SampleId, generated_sample
 
 logger = logging.getLogger(__name__)
@@ -404,6 +404,11 @@ def check_topk(facts: Facts) -> None:
     ):
         if topk > facts.num_ids:
             raise ConfigError(key, rule, topk)
+    length = facts.config.data.max_response_length
+    size = reply_bytes(length, max(loss.topk, loss.given_topk))
+    if loss.enabled and not facts.config.teaches_itself and size > MAX_REPLY_BYTES:
+        rule = f"a teacher's reply on data.max_response_length={length} tokens takes {size} bytes, the limit is"
+        raise ConfigError("distillation.topk", f"{rule} {MAX_REPLY_BYTES}; lower one of the two", loss.topk)
     if not (loss.enabled and loss.given_topk):
         return
     if loss.given_topk > facts.num_ids:

@@ -10,6 +10,7 @@ log-probabilities of candidates float16, those of the tail and of the scored tok
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Sequence as ListLike
@@ -45,6 +46,8 @@ MAX_TIMEOUT_SECONDS = 7 * 86400.0
 """Largest timeout of one attempt of a request."""
 MAX_READINGS, MAX_RANGES = 1 << 13, 1 << 16
 """Largest numbers of readings of a request and of ranges of a reading, bounded by the size of the header."""
+SHOWN, SHOWN_BEFORE = 60, 20
+"""Characters of a value that differs from another model's, in total and before the first difference."""
 DTYPES: dict[str, np.dtype] = {"int32": np.dtype("<i4"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 
 Buffer = bytes | memoryview
@@ -131,9 +134,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights == other.weights if self.weights and other.weights else self.model == other.model
 
     def differences(self, other: ModelInfo) -> str:
-        """Return the fields with other values than another model's: "max_topk 64 instead of 128"."""
-        both = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
-        return ", ".join(f"{name} {own!r:.60} instead of {their!r:.60}" for name, own, their in both if own != their)
+        """Return the fields with other values than another model's: "max_topk 64 instead of 128".
+
+        Long values are cut around the first difference.
+        """
+        both = ((name, repr(getattr(self, name)), repr(getattr(other, name))) for name in self.__struct_fields__)
+        found = []
+        for name, own, their in both:
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, their, strict=False)))
+            begin = max(0, same - SHOWN_BEFORE)
+            parts = [f"{'...' if begin else ''}{text[begin:][:SHOWN]}" for text in (own, their)]
+            found += [f"{name} {parts[0]} instead of {parts[1]}"] if own != their else []
+        return ", ".join(found)
 
     def __str__(self) -> str:
         adapters = "".join(f", adapter {each.name} {each.weights[:12]}" for each in self.adapters or ())
@@ -333,6 +345,11 @@ def decode_arrays(message: AnyMessage, frames: ListLike[Buffer]) -> list[np.ndar
             raise ProtocolError(f"array {index}: checksum mismatch, the data was damaged in transit")
         arrays.append(np.frombuffer(frame, dtype).reshape(spec.shape))
     return arrays
+
+
+def reply_bytes(num_scored: int, topk: int) -> int:
+    """Return the size of the arrays of a ScoreResult."""
+    return num_scored * (topk * 6 + 8)
 
 
 def request_arrays(readings: ListLike[Reading]) -> list[np.ndarray]:

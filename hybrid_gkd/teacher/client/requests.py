@@ -15,7 +15,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher.client.connection import Connection
-from hybrid_gkd.teacher.protocol import MAX_REQUEST_BYTES
+from hybrid_gkd.teacher.protocol import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, reply_bytes
 from hybrid_gkd.types import Reading, TopK
 
 GROUP_WAIT_SECONDS = 0.005
@@ -68,10 +68,10 @@ class TeacherMetrics:
 
 
 class ReadingQueue:
-    """Queue of the readings that are not in flight yet."""
+    """Queue of the readings that are not in flight yet. `topk`: largest number of candidates per position."""
 
-    def __init__(self, group_size: int):
-        self._group_size = group_size
+    def __init__(self, group_size: int, topk: int):
+        self._group_size, self._topk = group_size, topk
         self._queue: deque[tuple[float, PendingReading]] = deque()
         self.num_tokens = 0
 
@@ -86,11 +86,13 @@ class ReadingQueue:
         """
         if not self._queue:
             return [], math.inf
-        size = num_tokens = num_bytes = 0
+        size = num_tokens = num_bytes = num_reply_bytes = 0
         is_full, width = False, _num_given(self._queue[0][1][0])
         for _, (reading, *_) in itertools.islice(self._queue, self._group_size):
             num_tokens, num_bytes = num_tokens + reading.num_tokens, num_bytes + reading.num_bytes
-            is_full = num_tokens > TOKENS_PER_REQUEST or num_bytes > MAX_REQUEST_BYTES or _num_given(reading) != width
+            num_reply_bytes += reply_bytes(len(reading.positions), self._topk)
+            is_full = num_tokens > TOKENS_PER_REQUEST or num_bytes > MAX_REQUEST_BYTES
+            is_full |= num_reply_bytes > MAX_REPLY_BYTES or _num_given(reading) != width
             if size > 0 and is_full:
                 break
             size += 1

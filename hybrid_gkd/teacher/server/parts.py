@@ -18,15 +18,16 @@ Message = tuple[ScoreRequest, list[zmq.Frame]]
 def cut_request(request: ScoreRequest, payload: list[zmq.Frame]) -> list[Message]:
     """Cut a request between readings, into parts of at most MAX_REQUEST_TOKENS, or of one longer reading.
 
-    Raises ProtocolError: the arrays are damaged; TeacherRefused: lengths, ranges and arrays do not match, or the joined
-    result would exceed MAX_REPLY_BYTES.
+    Raises ProtocolError: the arrays are damaged; TeacherRefused: lengths, ranges and arrays do not match, or the result
+    would exceed MAX_REPLY_BYTES.
     """
+    num_bytes, limit = protocol.reply_bytes(request.num_scored, request.topk), protocol.MAX_REPLY_BYTES
+    if num_bytes > limit:
+        size = f"{request.num_scored} scored tokens with topk {request.topk}"
+        raise TeacherRefused(f"the result of {size} would have {num_bytes} bytes, the limit is {limit}")
     if request.num_tokens <= protocol.MAX_REQUEST_TOKENS or len(request.lengths) == 1:
         return [(request, payload)]
     arrays = protocol.checked_arrays(request, [frame.buffer for frame in payload])
-    num_bytes = request.num_scored * (request.topk * 6 + 8)
-    if num_bytes > protocol.MAX_REPLY_BYTES:
-        raise TeacherRefused(f"the result would have {num_bytes} bytes, the limit is {protocol.MAX_REPLY_BYTES}")
     parts, token, row = list[Message](), 0, 0
     for first, last in _part_bounds(request.lengths):
         own = {"lengths": request.lengths[first:last], "ranges": request.ranges[first:last]}

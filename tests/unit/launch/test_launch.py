@@ -333,6 +333,16 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
         check_data_sources(facts)
 
 
+def test_scores_of_a_completion_that_no_reply_can_hold_are_refused_before_the_run():
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
+    config = load_config([*given, "distillation.topk=151936", "data.max_response_length=2048"])
+    rule = r"^distillation\.topk: .* data\.max_response_length=2048 .* \d+ bytes, .* is 1073741824; .* got 151936"
+    with pytest.raises(ConfigError, match=rule):
+        check_topk(Facts(config, num_ids=151936))
+    config.data.max_response_length = 1024
+    check_topk(Facts(config, num_ids=151936))
+
+
 def test_a_reference_cannot_have_more_candidates_than_there_are_tokens():
     actor, ref = "actor_rollout_ref.actor={use_kl_loss: true, kl_loss_type: full}", "actor_rollout_ref.ref.topk=260"
     given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "distillation.enabled=false", actor, ref]

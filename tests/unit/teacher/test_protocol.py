@@ -1,6 +1,8 @@
 """Messages survive the round trip, and whatever is not a valid message is a ProtocolError."""
 
+import re
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import msgspec
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.__main__ import main
+from hybrid_gkd.teacher.client.requests import ReadingQueue
 from hybrid_gkd.teacher.limits import check_request, rejection_reason
 from hybrid_gkd.teacher.ranges import count_ranges, positions_of, ranges_of
+from hybrid_gkd.teacher.server.parts import cut_request
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Reading, TopK
 
@@ -352,3 +356,29 @@ def test_a_worker_and_a_service_with_a_bad_address_end_before_the_model_is_loade
         monkeypatch.setattr("sys.argv", ["teacher", *arguments.split(), "--ckpt-path", "nothere"])
         assert main() == 1
         assert error in capsys.readouterr().err
+
+
+def test_two_long_values_are_shown_where_they_differ():
+    model = MODEL
+    one, two = (msgspec.structs.replace(model, chat_template="{{ messages }}" * 20 + end) for end in ("a", "b"))
+    found = re.fullmatch(r"chat_template (\.\.\..*) instead of (\.\.\..*)", one.differences(two))
+    assert found is not None
+    assert [text[-len(" }}a'") :] for text in found.groups()] == [" }}a'", " }}b'"]
+    other = msgspec.structs.replace(model, max_topk=model.max_topk + 1)
+    assert model.differences(other) == f"max_topk {model.max_topk} instead of {model.max_topk + 1}"
+
+
+def test_a_result_that_no_socket_takes_is_refused_before_it_is_computed_also_of_one_reading():
+    request = protocol.ScoreRequest(
+        id="1", attempt=0, timeout_seconds=1.0, topk=1 << 17, temperature=1.0, lengths=[2000], ranges=[[1, 2000]],
+    )
+    with pytest.raises(TeacherRefused, match=r"1999 scored tokens with topk 131072 would .* 15\d+ bytes, the"):
+        cut_request(request, [])
+
+
+def test_readings_whose_joint_result_no_socket_takes_are_not_one_request():
+    queue = ReadingQueue(8, topk=1 << 17)
+    for _ in range(3):
+        queue.add(reading(np.zeros(600, np.int32), range(1, 600)), Future())
+    assert len(queue.take_group(time.monotonic())[0]) == 2
+    assert protocol.reply_bytes(2 * 599, 1 << 17) < protocol.MAX_REPLY_BYTES < protocol.reply_bytes(3 * 599, 1 << 17)
