@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -86,13 +87,18 @@ def waiting(
     try:
         threading.Thread(target=wait.log_until_over, name="waiting", daemon=True).start()
     except RuntimeError as error:  # the wait itself needs no thread, for example to save a failed run
-        logger.warning("the wait for %s is not logged: %s", whom, describe_error(error))
+        _warn_once(str(error))
     try:
         yield wait
     finally:
         wait.end()
     if wait.was_logged:
         logger.info("waited %.0f s for %s", time.monotonic() - wait.started, whom)
+
+
+@functools.cache
+def _warn_once(refusal: str) -> None:
+    logger.warning("long waits are not logged: %s", describe_error(RuntimeError(refusal)))
 
 
 class _Overdue(BaseException):
