@@ -18,7 +18,7 @@ class ProcessLimit(NamedTuple):
     """A limit that applies to this process."""
 
     name: str
-    """What sets it: `ulimit -u`, or a file of a control group."""
+    """`ulimit -u`, or the file of a control group that sets it."""
     most: int
     used: int
 
