@@ -10,8 +10,12 @@ from os import getuid
 from pathlib import Path
 from typing import NamedTuple
 
-REFUSALS = ("can't start new thread", "pthread_create", "Resource temporarily unavailable")
+REFUSALS = ("can't start new thread", "pthread_create")
 """Texts of Python and of libraries in C++ for a refused process or thread."""
+UNAVAILABLE = "Resource temporarily unavailable"
+"""Text of libraries in C++ for one, and of sockets for other reasons."""
+NEAR = 0.8
+"""Fraction of a limit that is in use where it is taken for the reason of UNAVAILABLE."""
 
 
 class ProcessLimit(NamedTuple):
@@ -63,8 +67,11 @@ def _control_groups(root: Path) -> list[Path]:
 
 def describe_refusal(error: BaseException) -> str:
     """Return the limits if the error is a process or thread that the operating system has refused, else ""."""
-    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
-    if not refused and not any(text in str(error) for text in REFUSALS):
-        return ""
-    found = "; ".join(map(str, process_limits())) or "none can be read"
+    limits, text = process_limits(), str(error)
+    if not any(each in text for each in REFUSALS):
+        unavailable = UNAVAILABLE in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
+        limits = [each for each in limits if unavailable and each.used >= NEAR * each.most]
+        if not limits:
+            return ""
+    found = "; ".join(map(str, limits)) or "none can be read"
     return f"the limit of processes and threads is reached ({found}): raise it, or end other processes"

@@ -39,8 +39,6 @@ CAUSE_SECONDS = 3.0
 SETTLE_SECONDS = 10.0
 """Timeout for workers to finish or drop the work queued before a peer failed."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
-
-
 NEVER_RAN = "The actor never ran"
 """Beginning of Ray's line after the reason, if a worker's process did not start."""
 CHANGES_WEIGHTS = ("update", "update_critic")

@@ -76,6 +76,13 @@ def test_other_errors_have_no_limits():
     assert describe_error(FileNotFoundError(errno.ENOENT, "nothing")) == "FileNotFoundError: [Errno 2] nothing"
 
 
+def test_a_socket_that_is_unavailable_has_no_limits_unless_they_are_nearly_reached(monkeypatch):
+    for used, has_limits in ((100, False), (500, True)):
+        monkeypatch.setattr(module, "process_limits", lambda used=used: [LIMIT._replace(used=used)])
+        assert ("ulimit" in describe_error(REFUSED[1])) is has_limits
+        assert "ulimit" in describe_error(REFUSED[0])
+
+
 def test_waits_and_checkpoint_files_need_no_thread(no_threads, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     waits._warn_once.cache_clear()
