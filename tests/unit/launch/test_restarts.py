@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import logging
-import types
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.ppo import checkpoint_writer
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.starts import append_row, reliability, rows_of_starts
+from hybrid_gkd.runtime.threads import CallingThread
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, CheckpointStore
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, tiny_config
 from hybrid_gkd.types import Task
@@ -102,14 +101,7 @@ class Run:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     """Snapshots of a stand-in are complete before its next step."""
-    thread = types.SimpleNamespace(submit=lambda function, *arguments: _done(function(*arguments)))
-    monkeypatch.setattr(checkpoint_writer, "ThreadPoolExecutor", lambda *arguments: thread)
-
-
-def _done(result):
-    future = Future()
-    future.set_result(result)
-    return future
+    monkeypatch.setattr(checkpoint_writer, "single_thread", lambda name: CallingThread())
 
 
 def test_every_step_is_trained_once_and_the_losses_are_recorded(tmp_path, caplog):

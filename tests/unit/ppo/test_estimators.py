@@ -145,7 +145,8 @@ def test_an_estimator_of_ones_own_is_tried_out(tmp_path, code, message):
 def test_an_estimator_of_ones_own_that_fails_during_the_run_is_named(tmp_path):
     """The rewards of the trial call are all above 0."""
     file = tmp_path / "mine.py"
-    file.write_text("def mine(rewards, n, values, section):\n    return [r / r[-1] for r in rewards], None\n", "utf-8")
+    code = "def mine(rewards, n, values, section):\n    return [r / r[-1] for r in rewards], None\n"
+    file.write_text(code, encoding="utf-8")
     section = AlgorithmConfig(adv_estimator=f"{file}:mine")
     check_estimator(2, section)
     with np.errstate(invalid="ignore"), pytest.raises(ConfigError, match=r"^algorithm.adv_estimator: .*not finite"):

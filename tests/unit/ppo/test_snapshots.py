@@ -5,12 +5,13 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from test_saving import AtOnce, SlowDisk, moments
+from test_saving import SlowDisk, moments
 from test_schedulers import fit
 
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.ppo import checkpoint_writer, snapshots
 from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.runtime.threads import CallingThread
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, CheckpointStore, find_damage, load_state
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,7 @@ fit_with_snapshots = functools.partial(fit, "sync", prepare=PPOTrainer.take_snap
 @pytest.fixture(autouse=True)
 def _complete_at_once(monkeypatch):
     """Steps of the stand-in are shorter than the last part of a checkpoint in its thread."""
-    monkeypatch.setattr(checkpoint_writer, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(checkpoint_writer, "single_thread", lambda name: CallingThread())
 
 
 def kept(folder):

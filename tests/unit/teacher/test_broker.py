@@ -231,7 +231,8 @@ def test_a_request_with_too_many_tokens_for_a_worker_is_scored_in_parts(broker):
         dealer.send_multipart(large_request(readings, "3", topk=1 << 20))
         answer, _ = received(dealer)
         assert (answer.id, answer.code) == ("3", "refused")
-        assert re.fullmatch(r"the result would have \d+ bytes, the limit is 1073741824", answer.reason)
+        size = r"the result of 900 scored tokens with topk 1048576 would have \d+ bytes"
+        assert re.fullmatch(f"{size}, the limit is 1073741824", answer.reason)
         assert broker.num_held == 0
 
 
