@@ -103,8 +103,9 @@ LENGTHS = (1.0, 0.3)
 FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sft_teacher_long", "trl")} | {
     name: replace(MANY[name], settings=grid((1e-4, 3e-4, 1e-3), (32,), LENGTHS))
     for name in ("off_policy", "sft_teacher", "sft_data")
-} | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "mixed")}
-FEW_METHODS["opd_reverse"] = replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16)))
+} | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "mixed")} | {
+    "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16)))
+}
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
     "opd_reverse": Method(

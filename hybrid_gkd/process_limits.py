@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import resource
-from os import getuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
     """Return the limits of this user and of the control groups of this process; empty if none can be read."""
     limits = list[ProcessLimit]()
     of_user, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if of_user != resource.RLIM_INFINITY and getuid() != 0:  # root is exempt
+    if of_user != resource.RLIM_INFINITY and os.getuid() != 0:  # root is exempt
         limits.append(ProcessLimit("ulimit -u", of_user, _threads_of_user(root)))
     for folder in _control_groups(root):
         with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or not a group of processes
@@ -47,7 +46,7 @@ def _threads_of_user(root: Path) -> int:
     threads = 0
     for process in (root / "proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
-            if process.stat().st_uid == getuid():
+            if process.stat().st_uid == os.getuid():
                 threads += len(os.listdir(process / "task"))
     return threads
 
@@ -67,11 +66,12 @@ def _control_groups(root: Path) -> list[Path]:
 
 def describe_refusal(error: BaseException) -> str:
     """Return the limits if the error is a process or thread that the operating system has refused, else ""."""
-    limits, text = process_limits(), str(error)
-    if not any(each in text for each in REFUSALS):
-        unavailable = UNAVAILABLE in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
-        limits = [each for each in limits if unavailable and each.used >= NEAR * each.most]
-        if not limits:
-            return ""
+    text = str(error)
+    is_certain = any(each in text for each in REFUSALS)
+    if not is_certain and UNAVAILABLE not in text and getattr(error, "errno", None) != errno.EAGAIN:
+        return ""
+    limits = [each for each in process_limits() if is_certain or each.used >= NEAR * each.most]
+    if not (limits or is_certain):
+        return ""
     found = "; ".join(map(str, limits)) or "none can be read"
     return f"the limit of processes and threads is reached ({found}): raise it, or end other processes"

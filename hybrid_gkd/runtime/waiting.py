@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import signal
 import threading
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hybrid_gkd.errors import describe_error
+from hybrid_gkd.runtime.threads import warn_of_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +86,13 @@ def waiting(
     try:
         threading.Thread(target=wait.log_until_over, name="waiting", daemon=True).start()
     except RuntimeError as error:  # the wait itself needs no thread, for example to save a failed run
-        _warn_once(str(error))
+        warn_of_refusal("long waits are not logged", str(error))
     try:
         yield wait
     finally:
         wait.end()
     if wait.was_logged:
         logger.info("waited %.0f s for %s", time.monotonic() - wait.started, whom)
-
-
-@functools.cache
-def _warn_once(refusal: str) -> None:
-    logger.warning("long waits are not logged: %s", describe_error(RuntimeError(refusal)))
 
 
 class _Overdue(BaseException):

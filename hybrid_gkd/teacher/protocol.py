@@ -10,7 +10,6 @@ log-probabilities of candidates float16, those of the tail and of the scored tok
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Sequence as ListLike
@@ -138,13 +137,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
         Long values are cut around the first difference.
         """
-        both = ((name, repr(getattr(self, name)), repr(getattr(other, name))) for name in self.__struct_fields__)
         found = []
-        for name, own, their in both:
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, their, strict=False)))
-            begin = max(0, same - SHOWN_BEFORE)
-            parts = [f"{'...' if begin else ''}{text[begin:][:SHOWN]}" for text in (own, their)]
-            found += [f"{name} {parts[0]} instead of {parts[1]}"] if own != their else []
+        for name in self.__struct_fields__:
+            both = [repr(getattr(each, name)) for each in (self, other)]
+            apart = (place for place, pair in enumerate(zip(*both, strict=False)) if pair[0] != pair[1])
+            begin = max(0, next(apart, min(map(len, both))) - SHOWN_BEFORE)
+            own, their = (f"{'...' if begin else ''}{text[begin : begin + SHOWN]}" for text in both)
+            found += [f"{name} {own} instead of {their}"] if both[0] != both[1] else []
         return ", ".join(found)
 
     def __str__(self) -> str:

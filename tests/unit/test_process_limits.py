@@ -15,7 +15,7 @@ from hybrid_gkd.launch import preflight
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.process_limits import ProcessLimit, process_limits
 from hybrid_gkd.runtime import waiting as waits
-from hybrid_gkd.runtime.threads import single_thread
+from hybrid_gkd.runtime.threads import single_thread, warn_of_refusal
 from hybrid_gkd.student.shard_files import Part, write_shard
 
 LIMIT = ProcessLimit("ulimit -u", 512, 510)
@@ -49,9 +49,9 @@ def test_limits_of_the_user_and_of_all_control_groups_are_read(groups, tmp_path,
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     of_group = ProcessLimit(str(inner / "pids.max"), 200, 7)
     for user, of_user in ((0, []), (os.getuid() + 1, [ProcessLimit("ulimit -u", 64, 0)])):  # root is exempt
-        monkeypatch.setattr(module, "getuid", lambda user=user: user)
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
         assert process_limits(tmp_path) == [*of_user, of_group]
-    monkeypatch.setattr(module, "getuid", (tmp_path / "proc/1").stat().st_uid.__int__)
+    monkeypatch.setattr(os, "getuid", (tmp_path / "proc/1").stat().st_uid.__int__)
     assert module._threads_of_user(tmp_path) == 6
     assert str(of_group).endswith("run/pids.max is 200, 7 in use")
 
@@ -85,7 +85,7 @@ def test_a_socket_that_is_unavailable_has_no_limits_unless_they_are_nearly_reach
 
 def test_waits_and_checkpoint_files_need_no_thread(no_threads, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    waits._warn_once.cache_clear()
+    warn_of_refusal.cache_clear()
     for _ in range(2):
         with waits.waiting("the workers"):
             pass
@@ -94,6 +94,7 @@ def test_waits_and_checkpoint_files_need_no_thread(no_threads, tmp_path, caplog)
     part = Part("weight", torch.float32, (4,), (4,), 0, lambda: values)
     written = write_shard(tmp_path / "0.safetensors", [part])
     assert written.size == (tmp_path / "0.safetensors").stat().st_size
+    assert caplog.text.count("files are written by the thread that needs them: RuntimeError: can't start") == 1
     failed = single_thread("test").submit(int, "none")
     assert isinstance(failed.exception(), ValueError)
 
