@@ -84,6 +84,11 @@ REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
     "opd": Method(title="on-policy distillation"),
     "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
+    "opd_rewards": Method(
+        title="on-policy distillation, rewards last", settings=grid((5e-4, 1e-3, 3e-4), (8, 16)),
+        overrides="distillation.use_task_rewards=true distillation.distillation_loss_coef=0.3 "
+        f"distillation.distillation_loss_coef_schedule=cosine data.train_batch_size=${{by_device:64,8}} {ROLLOUT}.n=4",
+    ),
     "sft_teacher": Method(title="SFT on the teacher's completions", overrides=f"{SFT} {GIVEN}", given="teacher"),
     "sft_teacher_long": Method(
         title="SFT on the teacher's completions, four passes", overrides=f"{SFT} {GIVEN}", given="teacher",
@@ -104,7 +109,8 @@ FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sf
     name: replace(MANY[name], settings=grid((1e-4, 3e-4, 1e-3), (32,), LENGTHS))
     for name in ("off_policy", "sft_teacher", "sft_data")
 } | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "mixed")} | {
-    "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16)))
+    "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16))),
+    "opd_rewards": replace(MANY["opd_rewards"], settings=grid((1e-3, 3e-4, 1e-4), (4, 8))),
 }
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
