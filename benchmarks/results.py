@@ -65,8 +65,6 @@ STEPS = {"cuda": 110, "cpu": 20}
 """Training steps of a run, each of a rollout batch: 5.1M tokens of completions on a GPU."""
 BATCH = {"cuda": 256, "cpu": 32}
 """Prompts of a rollout, as in the recipe."""
-SEARCH_FRACTION = 1 / 3
-"""Length of a run of the search."""
 LOOK_EVERY = 1.0
 """Seconds between two looks at a run's metrics."""
 VALIDATIONS = 5
@@ -92,6 +90,11 @@ class Run:
     @property
     def method(self) -> Method:
         return RUNS[self.name][1]
+
+    @property
+    def fraction(self) -> float:
+        """Its length as a fraction of a run that is not one of the search."""
+        return self.method.search_fraction if self.searched else 1.0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.setting})" if self.searched else f"{self.name} {self.seed}"
@@ -164,15 +167,14 @@ def obstacle(run: Run, settings: Settings) -> str | None:
 
 def overrides_of(run: Run, settings: Settings) -> list[str]:
     """Return the overrides that distinguish a run, for the head of its file."""
-    fraction = SEARCH_FRACTION if run.searched else 1.0
     own = f"{run.regime.overrides} {run.method.overrides}".split()
-    return [*own, *run.setting.overrides(round(fraction * settings.steps), settings.device), *settings.overrides]
+    return [*own, *run.setting.overrides(round(run.fraction * settings.steps), settings.device), *settings.overrides]
 
 
 def program_overrides(run: Run, settings: Settings, folder: Path) -> list[str]:
     """Return all overrides of config/gpu_demo.yaml for a run of the program."""
     paths, own = settings.paths, overrides_of(run, settings)
-    steps = max(1, round(run.setting.length * settings.steps * (SEARCH_FRACTION if run.searched else 1)))
+    steps = max(1, round(run.setting.length * settings.steps * run.fraction))
     return [
         f"data.train_files={settings.prompts(run)}", f"data.val_files={paths.val}",
         f"trainer.device={settings.device}", f"actor_rollout_ref.model.path={paths.student}",

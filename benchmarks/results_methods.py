@@ -57,6 +57,8 @@ class Method:
     given: str | None = None
     """Source of given completions: "data", "teacher", or None."""
     settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 16))
+    search_fraction: float = 1 / 3
+    """Length of a run of the search."""
     how: str = "program"
     """"program" or "trl"."""
 
@@ -104,9 +106,9 @@ MANY = {
     "trl": Method(title="TRL's on-policy distillation", how="trl", settings=grid((5e-4,), (32,))),
 }
 LENGTHS = (1.0, 0.3)
-"""Supervised training needs fewer passes over few prompts."""
+"""Supervised training needs fewer passes over few prompts, which only runs of their whole length show."""
 FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sft_teacher_long", "trl")} | {
-    name: replace(MANY[name], settings=grid((1e-4, 3e-4, 1e-3), (32,), LENGTHS))
+    name: replace(MANY[name], settings=grid((1e-4, 3e-4, 3e-5), (32,), LENGTHS), search_fraction=1.0)
     for name in ("off_policy", "sft_teacher", "sft_data")
 } | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "mixed")} | {
     "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16))),
