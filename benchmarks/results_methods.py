@@ -113,6 +113,12 @@ FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sf
 } | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "mixed")} | {
     "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16))),
     "opd_rewards": replace(MANY["opd_rewards"], settings=grid((1e-3, 3e-4, 1e-4), (4, 8))),
+    "sft_opd": Method(  # the warm start is the best SFT of this regime
+        title="SFT on the data's solutions, then on-policy distillation", given="data",
+        settings=grid((3e-4, 1e-3, 1e-4), (16, 32)),
+        overrides=f"{GIVEN} distillation.on_policy_fraction=1 trainer.warmup_steps_sft=${{by_device:33,10}} "
+        f"{ACTOR}.optim_sft.lr=1e-4 {SFT_COSINE}",
+    ),
 }
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),

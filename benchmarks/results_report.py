@@ -8,6 +8,7 @@ Texts of the page are files beside the runs: the task with a heading (`about.md`
 from __future__ import annotations
 
 import csv
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ METHOD = """\
 All runs of a table begin at the same student and lower their rate to 0 by a cosine: a run's end is its result.
 Minutes are those of training steps, the writing of the teacher's completions included where a run reads them, without
 loading, validation and saving. A cell is the mean of the seeds, and the lowest to the highest."""
+SEARCH = "Ends of runs with one seed, the best first. The best setting of a method trains its seeds."
 Row = dict[str, float]
 AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
 
@@ -98,16 +100,6 @@ def read(file: Path) -> Stored:
     return Stored(head, rows)
 
 
-def value_at(points: list[tuple[float, float]], where: float) -> float:
-    """On the line through (x, y) points; beyond the last one, the last."""
-    (x, y), *rest = points
-    for next_x, next_y in rest:
-        if next_x >= where:
-            return y + (next_y - y) * (where - x) / (next_x - x) if next_x > x else next_y
-        x, y = next_x, next_y
-    return y
-
-
 def spread(values: list[float], digits: int = 1) -> str:
     """Mean, and lowest to highest where there are several values; empty without any."""
     if not values:
@@ -134,15 +126,16 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def search_table(found: list[Stored], titles: dict[str, str]) -> str:
-    """Markdown: the end of the runs of the search, by method and setting."""
-    accuracy = has_accuracy(found)
-    lines = [f"| method | setting: {'accuracy, %' if accuracy else 'KL(teacher, student), nats/token'} |", "|---|---|"]
-    for name, title in titles.items():
-        ends = {run.head["setting"]: run.quality for run in found if run.name == name}
-        if ends:
-            cells = (f"{each}: {100 * end:.1f}" if accuracy else f"{each}: {-end:.4f}" for each, end in ends.items())
-            lines.append(f"| {title} | {'; '.join(cells)} |")
+def search_table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
+    """Markdown: the end of the runs of the search, the best first."""
+    accuracy = has_accuracy(run for each in runs.values() for run in each)
+    measure = "accuracy, %" if accuracy else "KL(teacher, student), nats/token"
+    lines = [f"| method | steps | setting: {measure} |", "|---|---|---|"]
+    for name, each in runs.items():
+        steps = " or ".join(f"{end:g}" for end in sorted({run.end("step") for run in each}))
+        ends = [(run.head["setting"], run.quality) for run in sorted(each, key=lambda run: -run.quality)]
+        cells = [f"{setting}: {100 * end:.1f}" if accuracy else f"{setting}: {-end:.4f}" for setting, end in ends]
+        lines.append(f"| {titles[name]} | {steps} | {'; '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -152,11 +145,12 @@ def has_accuracy(found: Iterable[Stored]) -> bool:
 
 
 def means(curves: list[list[tuple[float, float]]]) -> list[tuple[float, dict[str, float]]]:
-    """Mean, lowest and highest of the curves at each point of the first, up to the end of the shortest."""
-    end, found = min(points[-1][0] for points in curves), []
-    for x in [*(x for x, _ in curves[0] if x < end), end]:
-        values = [value_at(points, x) for points in curves]
-        found.append((x, {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}))
+    """Mean, lowest and highest value of each validation, where the seeds were then on the mean."""
+    found = []
+    for points in zip(*curves, strict=False):  # stored runs may differ in length
+        places, values = zip(*points, strict=True)
+        bounds = {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}
+        found.append((statistics.mean(places), bounds))
     return found
 
 
@@ -248,19 +242,21 @@ def report(root: Path, regimes: dict[str, tuple[str, dict[str, str]]], docs: Pat
 
 def section(folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dict[str, str]]], docs: Path) -> list[str]:
     """Return the page's paragraphs on the runs of one folder, and draw their pictures."""
-    runs = by_name(found, {name: title for _, titles in regimes.values() for name, title in titles.items()})
-    parts = [*words(folder / "about.md"), facts(found)]
+    names = {name: title for _, titles in regimes.values() for name, title in titles.items()}
+    runs, searched = by_name(found, names), by_name(read_all(folder / "search"), names)
+    parts, search = [*words(folder / "about.md"), facts(found)], ["# Search", SEARCH]
     for regime, (title, titles) in regimes.items():
-        some = {name: runs[name] for name in titles if name in runs}
-        if some:
+        if some := {name: runs[name] for name in titles if name in runs}:
             picture = "Accuracy" if has_accuracy(run for each in some.values() for run in each) else "Divergence"
             draw(chart(some, titles, PANELS[picture]), docs / f"results_{regime}.svg")
             parts += [f"### {title}", *words(folder / f"{regime}.md")]
             parts += [f"![{picture} by minutes and by tokens](results_{regime}.svg)", table(some, titles)]
-    if searched := read_all(folder / "search"):
-        names = {name: title for _, titles in regimes.values() for name, title in titles.items()}
-        parts.append("Search, with one seed and a third of the steps; the best setting of a method trains its seeds:")
-        parts.append(search_table(searched, names))
+        if some := {name: searched[name] for name in titles if name in searched}:
+            search += [f"## {title}", search_table(some, titles)]
+    if searched:
+        page = folder / "search" / "README.md"
+        page.write_text("\n\n".join(search) + "\n", encoding="utf-8")
+        parts.append(f"Settings are the best of a [search]({os.path.relpath(page, docs)}) with one seed.")
     return parts
 
 

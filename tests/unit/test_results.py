@@ -73,15 +73,18 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
         f"| distillation | 2 | 80.0 (70.0 to 90.0) |  | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | {setting} |",
         "### Few prompts", "Words of few.",
         f"| 2 | 30.0 (30.0 to 30.0) |  | 1.00 (1.00 to 1.00) | 4.00 (4.00 to 4.00) | {setting} or rate 5",
-        "Search, with one seed", "| distillation | rate 3: 40.0 |",
+        "Settings are the best of a [search](search/README.md)",
         "Words of compress/about.", "models x;",
         "![Divergence by minutes and by tokens](results_compress.svg)",
-        f"| distillation | 1 |  | 0.2000 | 1.00 | 1.00 | {setting} |", "| distillation | rate 3: 0.2500 |",
+        f"| distillation | 1 |  | 0.2000 | 1.00 | 1.00 | {setting} |",
+        "[search](compress/search/README.md)",
         "Words of more.",
     ]  # fmt: skip
     places = [page.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
     assert places == sorted(places)
+    for folder, end in ((tmp_path, "rate 3: 40.0"), (other, "rate 3: 0.2500")):
+        assert f"| distillation | 1 | {end} |" in (folder / "search" / "README.md").read_text(encoding="utf-8")
     assert "GRPO" not in page  # it has no runs
     assert "Words of empty" not in page
     for regime, label in (("many", "accuracy on"), ("few", "accuracy on"), ("compress", "KL(teacher, student)")):
