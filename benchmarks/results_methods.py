@@ -135,11 +135,11 @@ WARM_METHODS = {
     ),
 }
 COMPRESS_METHODS = {
-    "opd": replace(MANY["opd"], settings=grid((3e-4, 6e-4, 1e-3), (16, 128))),
-    "off_policy": replace(MANY["off_policy"], settings=grid((3e-4, 6e-4, 1e-3), (16, 128))),
+    "opd": replace(MANY["opd"], settings=grid((6e-4, 3e-4, 1e-3), (128, 32))),
+    "off_policy": replace(MANY["off_policy"], settings=grid((6e-4, 3e-4, 1e-3), (128, 32))),
     # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
     "sft_teacher": Method(
-        title=MANY["sft_teacher"].title, given="teacher", settings=grid((3e-4, 6e-4, 1e-3), (16, 128)),
+        title=MANY["sft_teacher"].title, given="teacher", settings=grid((6e-4, 3e-4, 1e-3), (128, 32)),
         overrides=f"{GIVEN} trainer.warmup_steps_sft=${{trainer.total_training_steps}} {SFT_COSINE} "
         f"{ACTOR}.optim_sft.lr=${{{ACTOR}.optim.lr}}",
     ),
