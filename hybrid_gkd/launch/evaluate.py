@@ -53,6 +53,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.overrides = list(filter(is_override, options.overrides))
     if not options.models or any(override.startswith(f"{MODEL_PATH}=") for override in options.overrides):
         parser.error(f"name at least one model as an argument (not with {MODEL_PATH})")
+    if options.data and any(override.startswith("data.val_files=") for override in options.overrides):
+        parser.error("--data replaces data.val_files; use one of them")
     return options
 
 

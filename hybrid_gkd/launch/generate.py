@@ -107,6 +107,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.temperature == 0 and options.n > 1:
         parser.error("--n must be 1 with --temperature 0: all greedy completions of a prompt are the same")
+    if options.temperature == 0 and (options.top_p, options.top_k) != (1, -1):
+        parser.error("--top-p and --top-k need a --temperature above 0, which is greedy")
     if options.top_k == 0 or options.top_k < -1:
         parser.error(f"--top-k must be -1 or at least 1, got {options.top_k}")
     if options.seed < 0:
@@ -115,8 +117,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--reward must be one of {', '.join(REWARDS)}, or file.py:function; got {options.reward}")
     if options.reward in REWARDS and options.answer_key is None:
         parser.error(f"--reward {options.reward} needs --answer-key, the column with the right answer")
-    if options.min_reward is not None and options.reward is None:
-        parser.error("--min-reward needs --reward")
+    for name in ("min_reward", "answer_key", "reward_fn_key"):
+        if options.reward is None and getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} needs --reward")
     if unknown := sorted(json.loads(options.engine_kwargs).keys() - {"vllm"}):
         parser.error(f"--engine-kwargs: the only engine is vllm, got arguments of {', '.join(unknown)}")
     if taken := OWN_ARGUMENTS & EngineOptions.parsed(options).arguments_of("vllm").keys():

@@ -21,6 +21,7 @@ import torch
 
 from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.config.loading import examine_config, load_config
+from hybrid_gkd.config.teachers import OF_SERVICE, UNNAMED
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Facts
@@ -38,6 +39,9 @@ from hybrid_gkd.types import Reading, TopK, given_sample
 logger = logging.getLogger(__name__)
 
 OVERRIDE = re.compile(r"\+*[a-z_]+(\.[\w-]+)+=.*", re.DOTALL)
+READ_HERE = ("server_port", "start_timeout", "max_model_len")
+SERVICE = re.compile(rf"\+*{re.escape(UNNAMED)}\.({'|'.join(name for name in OF_SERVICE if name not in READ_HERE)})\b")
+"""Overrides for the service that a run starts, which this command does not read."""
 READINGS_WAITING = 512
 """Maximum number of readings that are queued or in flight."""
 
@@ -83,6 +87,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--student is needed with --addr: its tokenizer encodes the completions")
     if options.keys is not None and options.addr is None:
         parser.error("--keys needs --addr")
+    own = {"workers", *(each.name for each in dataclasses.fields(EngineOptions))} - {"ckpt_path"}
+    given = [f"--{name.replace('_', '-')}" for name in sorted(own & vars(options).keys())
+             if getattr(options, name) != parser.get_default(name)]  # fmt: skip
+    if options.addr is not None and given:
+        parser.error(f"{', '.join(given)}: for the service that --ckpt-path starts, not with --addr")
+    if ignored := [override for override in options.overrides if SERVICE.match(override)]:
+        parser.error(f"{', '.join(ignored)}: the service has options of this command instead, see --help")
     return options
 
 

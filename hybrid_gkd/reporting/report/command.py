@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     for folder in options.runs:
         if not is_run_folder(folder):
             parser.error(f"{folder} is not a run folder: it has no metrics.jsonl, config.yaml or run.log")
+    if options.serve is not None and options.output is not None:
+        parser.error("--output is not used with --serve, which writes no file; use one of them")
     if options.serve is not None and not 0 <= options.serve < 65536:
         parser.error(f"--serve: must be a port from 0 (any free port) to 65535; got {options.serve}")
     try:

@@ -29,6 +29,12 @@ def test_a_model_is_an_argument(words, capsys):
     assert "as an argument" in capsys.readouterr().err
 
 
+def test_prompts_are_given_once(capsys):
+    with pytest.raises(SystemExit):
+        parse(["a/b", "--data", "x", "data.val_files=y"])
+    assert "--data replaces data.val_files; use one of them" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_teacher_that_is_given_is_asked_unless_told_not_to():
     assert not base("a/b").distillation.enabled

@@ -357,6 +357,9 @@ def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
     (tmp_path / "run.log").touch()
     assert main([str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--output=page.html", "--serve=99999"])
+    assert "--output is not used with --serve" in capsys.readouterr().err
 
 
 @pytest.mark.slow
