@@ -3,7 +3,7 @@
 #
 #   bash run_gkd.sh                            the default recipe
 #   bash run_gkd.sh --config-name ppo_demo     another recipe of config/
-#   bash run_gkd.sh trainer.total_epochs=3     any configuration key, dotted
+#   bash run_gkd.sh trainer.test_freq=10       any configuration key, dotted
 #   bash run_gkd.sh --help                     further options of the program
 #   bash run_gkd.sh --install-only [dev]       install (with the test tools), print the interpreter's path, stop
 #

@@ -39,6 +39,11 @@ Tree = dict[Any, Any]
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 VERL_RECIPE = CONFIG_DIR / "ppo_trainer.yaml"
 """Recipe of commands in the style of verl."""
+RECIPES = {
+    "demo", "gkd", "gkd_trainer", "gpu_demo", "on_policy_distill_trainer", "one_gpu", "ppo", "ppo_demo", "ppo_trainer",
+    "prompt_distillation", "self_distillation", "weak_teacher",
+}  # fmt: skip
+"""Recipes of this repository; others in CONFIG_DIR are the user's."""
 RESOLVERS = {"demo": "hybrid_gkd.demo.use:demo_path", "by_device": "hybrid_gkd.demo.use:by_device"}
 """Name -> function behind `${name:...}` in YAML, imported on first use."""
 
@@ -62,11 +67,12 @@ def load_config(
 
 
 def examine_config(
-    overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
-) -> tuple[Config | None, list[ConfigError]]:
+    overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR,
+    only_recipes: bool = False,
+) -> tuple[Config | None, list[ConfigError]]:  # fmt: skip
     """Return the configuration and all of its errors; fields with errors have their defaults.
 
-    The configuration is None if it cannot be resolved.
+    The configuration is None if it cannot be resolved. `only_recipes`: leave out the files that are not in `RECIPES`.
     """
     merged, problems, recipes = pickle.loads(_defaults()), list[ConfigError](), list[tuple[Path, Tree]]()
     try:
@@ -75,6 +81,9 @@ def examine_config(
         problems.append(error)
     whole = not problems  # else keys of the unread file would be reported as missing
     of_verl = any(file.resolve() == VERL_RECIPE for file, _ in recipes)
+    if only_recipes:
+        shipped = {CONFIG_DIR / f"{name}.yaml" for name in RECIPES}
+        recipes = [(file, tree) for file, tree in recipes if file.resolve() in shipped]
     for _, recipe in recipes:
         _merge_source(merged, [("config", recipe)], problems, of_verl)
     given = [(each.partition("=")[0], _parse_override(each)) for each in overrides or []]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 from hybrid_gkd.config.actor_rollout_ref import NamedTeacherConfig, TeacherConfig
 from hybrid_gkd.config.schema import Config
+
+logger = logging.getLogger(__name__)
 
 UNNAMED, NAMED = "actor_rollout_ref.teacher", "distillation.teacher_models"
 DEFAULT_TEACHER = "default"
@@ -121,7 +124,9 @@ def use_only_teacher(config: Config) -> None:
     named, unnamed = config.distillation.teacher_models, config.actor_rollout_ref.teacher
     if len(named) != 1 or unnamed.is_set:
         return
-    (own,), default = named.values(), TeacherConfig()
+    ((name, own),), default = named.items(), TeacherConfig()
+    if own.key not in (None, DEFAULT_TEACHER) or own.weight != 1:
+        logger.warning("no effect: key and weight of %s.%s (a single teacher scores all rows)", NAMED, name)
     names = [entry.name for entry in dataclasses.fields(TeacherConfig)]
     changed = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(default, name)}
     config.actor_rollout_ref.teacher = dataclasses.replace(unnamed, **changed)

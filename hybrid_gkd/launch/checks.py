@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ class Facts:
     """The configuration and the results of the checks."""
 
     config: Config
+    set_keys: Collection[str] = ()
+    """Keys that the user set, see `set_keys` of command_line.py."""
     engine: str = "none"
     """Rollout engine, with `auto` resolved."""
     device: str = "cpu"

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import NAMED, UNNAMED, Config
 from hybrid_gkd.config.flat import differences, flat
 from hybrid_gkd.config.loading import CONFIG_DIR, examine_config, to_dict
 from hybrid_gkd.demo.use import used_demos
@@ -33,7 +33,10 @@ VERL = "ppo_trainer"
 
 
 SUPERVISE = "--supervise"
-RUN_SWITCHES = MappingProxyType({SUPERVISE: "restart the run from its newest saved state when it ends by a fault"})
+RUN_SWITCHES = MappingProxyType({
+    "--dry-run": "print the resolved configuration and the results of all checks",
+    SUPERVISE: "restart the run from its newest saved state when it ends by a fault",
+})  # fmt: skip
 
 
 def parse(
@@ -41,9 +44,6 @@ def parse(
 ) -> argparse.Namespace:
     """Parse the command line; exit on a usage error. `switches`: further flags and their help texts."""
     parser = make_parser(prog, "On-policy distillation of a student from a teacher.")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and the results of all checks"
-    )
     for name, text in switches.items():
         parser.add_argument(name, action="store_true", help=text)
     return parser.parse_intermixed_args(arguments)
@@ -129,6 +129,21 @@ def changed_from_recipe(config: Config, options: argparse.Namespace) -> tuple[st
     name = options.config_name or default_config_name(options.overrides)
     recipe, _ = examine_config([], config_name=name, config_path=options.config_path)
     return name, differences(flat(to_dict(recipe or Config())), flat(to_dict(config)))
+
+
+def set_keys(config: Config, options: argparse.Namespace) -> list[str]:
+    """Return the keys that the user set: to no default, to no value of this repository's recipe, and not to off (0,
+    false or null, where the default is a value)."""
+    name = options.config_name or default_config_name(options.overrides)
+    recipe, _ = examine_config(config_name=name, config_path=options.config_path, only_recipes=True)
+    default, _ = examine_config()
+    defaults, chosen = (flat(to_dict(each or Config())) for each in (default, recipe))
+    found = list[str]()
+    for key, value in flat(to_dict(config)).items():
+        usual = defaults.get(re.sub(rf"^{re.escape(NAMED)}\.[\w-]+", UNNAMED, key))
+        if value not in (usual, chosen.get(key)) and (value or usual is None):
+            found.append(key)
+    return found
 
 
 def default_config_name(overrides: list[str]) -> str:

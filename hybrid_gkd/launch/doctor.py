@@ -18,7 +18,7 @@ from pathlib import Path
 from hybrid_gkd.config import RunTeacher, run_teachers
 from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
-from hybrid_gkd.launch.command_line import load, parse
+from hybrid_gkd.launch.command_line import load, parse, set_keys
 from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.each_teacher import for_each_teacher
 from hybrid_gkd.launch.plan import check_free_memory
@@ -110,7 +110,7 @@ def examine(options: argparse.Namespace) -> int:
         for each in flatten_errors([error]):
             print(f"FAIL configuration: {each}")
         return 1
-    report, facts = Report(), Facts(config)
+    report, facts = Report(), Facts(config, set_keys(config, options))
     report.run_all(CHECKS, facts)
     if any(teacher.section.server_ip is not None for teacher in run_teachers(config)):
         report.run_all([Check("teacher confidence", teacher_confidence, after=("compatibility", "data"))], facts)

@@ -26,6 +26,7 @@ import hybrid_gkd
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.repetitions import detects_repetitions
 from hybrid_gkd.config import MODEL, Config, run_teachers
+from hybrid_gkd.config.unused import unused_keys
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
@@ -72,13 +73,13 @@ GIT_SECONDS = 5
 """Timeout for reading the commit."""
 
 
-def check_all(config: Config, *, log_only: Collection[str] = ()) -> Facts:
+def check_all(config: Config, *, set_keys: Collection[str] = (), log_only: Collection[str] = ()) -> Facts:
     """Run all checks whose requirements passed, until one finds that the run is complete.
 
-    `log_only`: names of checks whose results are logged to run.log only. Raises HybridGKDError: a single failure,
-    or all of them together.
+    `set_keys`: those of `Facts`; `log_only`: names of checks whose results are logged to run.log only. Raises
+    HybridGKDError: a single failure, or all of them together.
     """
-    facts, errors, failed = Facts(config), list[HybridGKDError](), set[str]()
+    facts, errors, failed = Facts(config, set_keys), list[HybridGKDError](), set[str]()
     for check in CHECKS:
         if failed.intersection(check.after):
             failed.add(check.name)
@@ -240,6 +241,16 @@ def trackers(facts: Facts) -> str:
     return ", ".join(facts.config.trainer.logger) or "none"
 
 
+def unused(facts: Facts) -> str:
+    """Warn about keys that the user set and that have no effect in this run."""
+    config = facts.config
+    draws = config.on_policy_fraction > 0 or any(task.response_ids is None for task in facts.train_prompts)
+    found = unused_keys(config, facts.set_keys, engine=facts.engine, device=facts.device, draws=draws)
+    for reason, keys in found.items():
+        logger.warning("no effect: %s (%s)", ", ".join(keys), reason)
+    return f"{sum(map(len, found.values()))} of the {len(facts.set_keys)} keys that were set"
+
+
 def checkpoint(facts: Facts) -> str:
     """Find the checkpoint to resume from, and check that it is intact and belongs to this run and its settings."""
     assert facts.steps is not None
@@ -297,6 +308,7 @@ CHECKS = (
     Check("tokenizers", tokenizers, after=("student",)),
     Check("files", inputs.files),
     Check("data", inputs.data, after=("student", "files", "tokenizers")),
+    Check("unused keys", unused, after=("engine", "device", "data")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("critic", inputs.critic, after=("student",)),
     Check("reference", inputs.reference_policy, after=("student",)),

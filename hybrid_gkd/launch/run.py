@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -88,13 +88,15 @@ def further_overrides(config: Config) -> list[str]:
 
 def run(
     config: Config, *, teacher_accuracy: float | None = None, recipe: str | None = None,
-    changed: Mapping[str, Any] = MappingProxyType({}), stopping: Stopping | None = None,
+    changed: Mapping[str, Any] = MappingProxyType({}), set_keys: Collection[str] = (),
+    stopping: Stopping | None = None,
 ) -> str:
     """Train and return the final table.
 
     Args:
         teacher_accuracy: accuracy of the teacher on the validation prompts, if known.
         recipe, changed: configuration file of the run and the changes to it, for the run's report.
+        set_keys: keys that the user set, of which those without effect are logged.
         stopping: ends training early, after a step.
 
     Raises HybridGKDError after all started processes have been stopped; see errors.py.
@@ -103,7 +105,7 @@ def run(
     draws = is_interactive(config.trainer.console)
     about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
     with stopping.uninterrupted_shutdown():
-        facts = check_all(config, log_only=("plan",) if draws else ())
+        facts = check_all(config, set_keys=set_keys, log_only=("plan",) if draws else ())
         if facts.finished:
             return finished_message(facts)
         if draws:

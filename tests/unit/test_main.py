@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from hybrid_gkd import __main__ as command_line
-from hybrid_gkd.launch.stopping import SIGNALS
+from hybrid_gkd.launch import run as training
+from hybrid_gkd.launch.command_line import parse
+from hybrid_gkd.launch.stopping import SIGNALS, Stopping
 
 ARGUMENTS = ["data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false"]
 PPO = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
@@ -59,6 +61,16 @@ def test_an_exit_that_ray_has_decided_on_is_an_error_with_its_reason(run, capsys
 
     assert run(end) == 1
     assert "error: Ray ended the run: the raylet died" in capsys.readouterr().err
+
+
+def test_the_run_gets_the_keys_that_the_user_set(monkeypatch):
+    seen = []
+    monkeypatch.setattr(training, "run", lambda config, **given: seen.append(given["set_keys"]))
+    monkeypatch.setattr(training, "suggest_next_steps", lambda config: None)
+    options = parse([*ARGUMENTS, *PPO, "distillation.topk=8", "--config-name=ppo"])
+    command_line.start(options, Stopping())
+    files = ["data.train_files", "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.n"]
+    assert seen == [[*files, "distillation.topk", "reward.answer_key"]]
 
 
 def test_a_character_that_the_locale_lacks_does_not_end_a_run_that_has_trained(run, monkeypatch):

@@ -391,6 +391,13 @@ def test_prompts_that_are_left_out_are_said_at_the_start(tmp_path, caplog):
     assert "left out" not in caplog.text
 
 
+def test_a_value_without_effect_is_named_at_the_start(tmp_path, caplog):
+    keys = ["trainer.total_epochs", "distillation.beta"]
+    check_all(runnable(tmp_path, "trainer.total_epochs=2", "distillation.beta=0.2"), set_keys=keys)
+    assert "no effect: distillation.beta (needs distillation.enabled=true)" in caplog.messages
+    assert "total_epochs" not in caplog.text
+
+
 @pytest.mark.slow
 def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_path, caplog):
     caplog.set_level(logging.INFO)

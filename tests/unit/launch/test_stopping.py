@@ -32,6 +32,12 @@ def wait_for_threads():
             assert not thread.is_alive()
 
 
+def test_the_doctor_has_no_switch_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--dry-run"])
+    assert "unrecognized arguments: --dry-run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_doctor_with_its_code_and_no_traceback(stopping, monkeypatch, number):
     monkeypatch.setattr(doctor, "load", lambda options: signal.raise_signal(number))
