@@ -273,7 +273,7 @@ class Config:
     @property
     def trains_on_rewards(self) -> bool:
         """Return whether the actor is trained on rewards, with or without a teacher."""
-        return self.distillation.use_task_rewards or not (self.distillation.enabled or self.is_sft)
+        return not self.is_sft and (self.distillation.use_task_rewards or not self.distillation.enabled)
 
     @property
     def scores_rollouts(self) -> bool:

@@ -21,20 +21,31 @@ OF_CLIENT = ("n_server_workers", "num_microbatches", "connect_timeout", "max_ret
 
 
 def unused_keys(
-    config: Config, keys: Collection[str], *, engine: str, device: str, draws: bool
+    config: Config, keys: Collection[str], *, engine: str, device: str, draws: bool, template: str
 ) -> dict[str, list[str]]:
     """Return reason -> those of the keys that have no effect in a run, each for its first reason.
 
-    `engine`, `device`: with auto resolved; `draws`: whether the student generates completions to train on.
+    `engine`, `device`: with auto resolved; `draws`: whether the student generates completions to train on;
+    `template`: text of all chat templates.
     """
     left, found = list(keys), dict[str, list[str]]()
-    rows = (*_run(config, engine, device), *_teachers(config), *_rewards(config), *_updates(config, draws))
+    rows = (
+        *_run(config, engine, device), *_teachers(config), *_rewards(config),
+        *_updates(config, draws or config.trainer.val_only),
+        *(_template_option(name, template) for name in config.data.apply_chat_template_kwargs),
+    )  # fmt: skip
     for pattern, is_used, reason in rows:
         unused = [] if is_used else [key for key in left if re.fullmatch(rf"({pattern})(\..*)?", key)]
         if unused:
             found.setdefault(reason, []).extend(unused)
             left = [key for key in left if key not in unused]
     return found
+
+
+def _template_option(name: str, template: str) -> tuple[str, object, str]:
+    """Return the row of an argument of the chat templates."""
+    key = f"data.apply_chat_template_kwargs.{re.escape(name)}"
+    return key, re.search(rf"\b{re.escape(name)}\b", template), "no chat template reads it"
 
 
 def _run(config: Config, engine: str, device: str) -> Rules:
@@ -46,6 +57,9 @@ def _run(config: Config, engine: str, device: str) -> Rules:
         "data.filter_overlong_prompts=true leaves longer prompts out instead"
     )
     chooses = 0 < config.on_policy_fraction < 1 or any(weight != 1 for weight in data.train_weights or ())
+    yield f"data.(response_key|loss_mask|excluded_spans_key)|distillation.sft_coef|{UNNAMED}.cache", (
+        config.on_policy_fraction < 1 or data.response_key is None or trainer.warmup_steps_sft
+    ), "with distillation.on_policy_fraction=1 the student completes all rows itself"
     yield "data.seed", data.shuffle or chooses, "needs data.shuffle=true"
     yield f"{rollout}.val_kwargs|trainer.(test_freq|log_val_generations)", data.val_files, "needs data.val_files"
     yield f"{rollout}.val_kwargs.(top_p|top_k)", arr.rollout.val_kwargs.temperature, (
@@ -141,8 +155,9 @@ def _updates(config: Config, draws: bool) -> Rules:
     algorithm, actor, loss = config.algorithm, config.actor_rollout_ref.actor, config.distillation
     key, critic, trains = f"{ARR}.actor", config.resolved_critic, not config.trainer.val_only
     yield (
-        rf"{ARR}.rollout.(n|top_p|top_k)|data.max_response_length_schedule|algorithm.rollout_(is|rs).*|trainer.scheduler",
-        draws or not trains, "needs completions of the student, distillation.on_policy_fraction above 0",
+        rf"{ARR}.rollout.(n|top_p|top_k)|data.max_response_length_schedule|algorithm.(adv_estimator|rollout_(is|rs).*)|"
+        "trainer.scheduler|distillation.use_task_rewards", draws, "needs completions of the student, and all rows have "
+        "given ones (data.response_key): distillation.on_policy_fraction above 0",
     )
     rewards = "distillation.use_task_rewards=true, distillation.as_reward=true or distillation.enabled=false"
     yield "algorithm.(adv_estimator|norm_adv_by_std_in_grpo|gamma|lam)", config.has_advantages, (

@@ -245,7 +245,11 @@ def unused(facts: Facts) -> str:
     """Warn about keys that the user set and that have no effect in this run."""
     config = facts.config
     draws = config.on_policy_fraction > 0 or any(task.response_ids is None for task in facts.train_prompts)
-    found = unused_keys(config, facts.set_keys, engine=facts.engine, device=facts.device, draws=draws)
+    tokenizers = (facts.tokenizer, *facts.other_tokenizers.values())
+    templates = [each.chat_template for each in tokenizers] + [*inputs.teacher_templates(config).values()]
+    found = unused_keys(
+        config, facts.set_keys, engine=facts.engine, device=facts.device, draws=draws, template=str(templates)
+    )
     for reason, keys in found.items():
         logger.warning("no effect: %s (%s)", ", ".join(keys), reason)
     return f"{sum(map(len, found.values()))} of the {len(facts.set_keys)} keys that were set"

@@ -455,3 +455,12 @@ def test_full_determinism_is_refused_where_it_cannot_be(override, rule):
         load_config([*given, f"{key}=true"])
         with pytest.raises(ConfigError, match=rf"actor\.fsdp_config\.full_determinism: {rule}"):
             load_config([*given, f"{key}=true", override])
+
+
+def test_supervised_training_has_no_rewards_in_any_recipe():
+    """The recipe for commands of verl has use_task_rewards and gae."""
+    given = [*OWN[:2], "data.response_key=response", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    config = load_config(given, config_name="ppo_trainer")
+    assert config.is_sft
+    assert not config.trains_on_rewards
+    assert not config.uses_critic

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,14 +25,14 @@ SEPARATE = [f"{ARR}.hybrid_engine=false", "rollout.n_gpus_per_node=1"]
 COMMANDS = Path(__file__).parents[2] / "verl_commands.json"
 
 
-def found(*words, engine="vllm", device="cuda", draws=None):
+def found(*words, **facts):
     """Return key -> reason of the keys without effect of a command line whose configuration has no errors."""
     options = parse(list(words))
     name = options.config_name or default_config_name(options.overrides)
     config, problems = examine_config(options.overrides, config_name=name, config_path=options.config_path)
     assert not problems
-    draws = config.on_policy_fraction > 0 if draws is None else draws
-    reasons = unused_keys(config, set_keys(config, options), engine=engine, device=device, draws=draws)
+    usual = {"engine": "vllm", "device": "cuda", "draws": config.on_policy_fraction > 0, "template": ""}
+    reasons = unused_keys(config, set_keys(config, options), **(usual | facts))
     return {key: reason for reason, keys in reasons.items() for key in keys}
 
 
@@ -81,6 +82,10 @@ EFFECTS = [  # command, value without effect, what gives it one
     (SFT, f"{ARR}.rollout.n=4", DRAWN[:2]),
     (SFT, "data.max_response_length_schedule={1: 8}", DRAWN),
     (SFT, "trainer.scheduler=one_step_off", DRAWN),
+    (SFT, "distillation.use_task_rewards=true", DRAWN),
+    ([*DISTIL, GIVEN, ANSWERS, f"{ARR}.rollout.n=2"], "distillation.use_task_rewards=true", DRAWN),
+    ([*DISTIL, "distillation.on_policy_fraction=1"], GIVEN, ["trainer.warmup_steps_sft=2"]),
+    ([*DISTIL, "distillation.on_policy_fraction=1", GIVEN], f"{TEACHER}.cache=scores", DRAWN),
     (DISTIL, "data.truncation=left", ["data.filter_overlong_prompts=false"]),  # the recipe filters
     ([*DISTIL, "data.shuffle=false"], "data.seed=3", [GIVEN, "distillation.on_policy_fraction=0.5"]),
     (DISTIL, "trainer.test_freq=10", [HELD_OUT]),
@@ -139,6 +144,12 @@ def test_keys_of_an_engine_or_a_gpu_depend_on_the_resolved_ones(name, how):
     assert not found(*DISTIL, word)
 
 
+def test_an_argument_that_no_chat_template_reads_is_named():
+    words = "data.apply_chat_template_kwargs={enable_thinking: false, think: true}"
+    named = found(*DISTIL, words, template="{% if enable_thinking %}")
+    assert named == {"data.apply_chat_template_kwargs.think": "no chat template reads it"}
+
+
 def test_offloading_a_student_that_has_its_gpu_for_itself_has_no_effect():
     offload = f"{ARR}.actor.fsdp_config.param_offload"
     assert [*found("--config-name=demo", *SEPARATE, f"{offload}=true")] == [offload]
@@ -193,7 +204,8 @@ def test_commands_of_verl_are_told_of_few_keys():
     for command in json.loads(COMMANDS.read_text(encoding="utf-8")):
         options = parse(command["arguments"])
         config, _ = examine_config(options.overrides, config_name="ppo_trainer")
-        reasons = unused_keys(config, set_keys(config, options), engine="vllm", device="cuda", draws=True)
+        facts = {"engine": "vllm", "device": "cuda", "draws": True, "template": ""}
+        reasons = unused_keys(config, set_keys(config, options), **facts)
         named |= {key for keys in reasons.values() for key in keys}
     actor = f"{ARR}.actor"
     assert named == {
@@ -212,6 +224,7 @@ def test_the_check_warns_and_counts(caplog):
     config, _ = examine_config([*OWN, f"{TEACHER}.model.path=teacher", "algorithm.adv_estimator=gae"])
     (check,) = [check for check in CHECKS if check.name == "unused keys"]
     facts = Facts(config, ["algorithm.adv_estimator", "data.train_files"], engine="vllm", device="cuda")
+    facts.tokenizer = SimpleNamespace(chat_template=None)
     assert check.function(facts) == "1 of the 2 keys that were set"
     assert caplog.messages[0].startswith("no effect: algorithm.adv_estimator (needs advantages: ")
     assert caplog.records[0].levelno == logging.WARNING
