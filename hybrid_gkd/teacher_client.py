@@ -232,9 +232,7 @@ class TeacherClient:
             return
         found = f"{address} serves {model}, but at the first handshake {first} served {self._served[first]}"
         if not self._allow_change:
-            raise TeacherMismatch(
-                f"{found}: it is another teacher; {self._change_key}=true trains with it"
-            )
+            raise TeacherMismatch(f"{found}: it is another teacher; {self._change_key}=true trains with it")
         logger.warning("%s; training continues with it (%s)", found, self._change_key)
 
     # All methods below run in the thread; all but _run, _poll and _resolve hold the lock.

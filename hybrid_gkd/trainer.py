@@ -34,17 +34,7 @@ from hybrid_gkd.scoring.teacher_mixture import mean_scores
 from hybrid_gkd.scoring.teacher_prompts import TaskPrompts
 from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
-from hybrid_gkd.types import (
-    Pair,
-    Rollout,
-    Sample,
-    SampleId,
-    Scored,
-    TopK,
-    teacher_scores,
-    with_tasks,
-    without_given,
-)
+from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, Scored, TopK, teacher_scores, with_tasks, without_given
 from hybrid_gkd.workers.batches import mean_metrics
 
 UNSCORED: Future[Any] = Future()

@@ -198,9 +198,7 @@ def _critic(config: Config) -> Rules:
     if not config.uses_critic:
         return
     alone = not config.distillation.enabled or config.distillation.as_reward
-    yield key, not warmup or alone, (
-        "must be 0 with distillation.enabled=true, unless distillation.as_reward=true"
-    )
+    yield key, not warmup or alone, "must be 0 with distillation.enabled=true, unless distillation.as_reward=true"
     yield from _updates(config, "critic", config.resolved_critic, config.max_sequence_length)
 
 

@@ -284,9 +284,7 @@ def _read_row(values: dict[str, Any], columns: Columns, answer_path: list[str], 
     )  # fmt: skip
 
 
-def _prompt_and_completion(
-    values: dict[str, Any], columns: Columns, where: str
-) -> tuple[Chat, GivenCompletion | None]:
+def _prompt_and_completion(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, GivenCompletion | None]:
     """Return a row's prompt, and its given completion if there is one."""
     prompt, of_prompt = values.get(columns.prompt_key), f"{where}, column {columns.prompt_key!r}"
     if columns.response_key is None:

@@ -109,9 +109,7 @@ def short_names(names: list[str]) -> list[str]:
         shown = longer
 
 
-def _file_reader(
-    path: Path, entry: str, key: str, unpacked_bytes: float
-) -> Callable[[str, Container[str]], Table]:
+def _file_reader(path: Path, entry: str, key: str, unpacked_bytes: float) -> Callable[[str, Container[str]], Table]:
     codec = COMPRESSED.get(path.suffix.lower())
     suffix = Path(path.stem if codec else path.name).suffix.lower()
     if suffix not in SUFFIXES or (codec and suffix == ".parquet"):

@@ -27,15 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.demo import models
-from hybrid_gkd.demo.folders import (
-    DemoPaths,
-    Row,
-    build_once,
-    cached_folder,
-    no_progress_bars,
-    recipe_key,
-    write_rows,
-)
+from hybrid_gkd.demo.folders import DemoPaths, Row, build_once, cached_folder, no_progress_bars, recipe_key, write_rows
 from hybrid_gkd.demo.models import SFTRecipe
 from hybrid_gkd.demo.word_problems import NAMES, TOWNS, Problem, problems
 from hybrid_gkd.errors import TrainingError

@@ -106,9 +106,7 @@ def prompt_text(prompt: str) -> str:
     return f"<|user|>{prompt}{END}<|assistant|>"
 
 
-def greedy_answers(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int
-) -> list[str]:
+def greedy_answers(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int) -> list[str]:
     """Return the greedy completion of every row's prompt, of at most `limit` tokens, without special tokens."""
     import torch
 

@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.demo import models
-from hybrid_gkd.demo.folders import (
-    DemoPaths,
-    Row,
-    build_once,
-    cached_folder,
-    no_progress_bars,
-    recipe_key,
-    write_rows,
-)
+from hybrid_gkd.demo.folders import DemoPaths, Row, build_once, cached_folder, no_progress_bars, recipe_key, write_rows
 from hybrid_gkd.demo.models import END
 
 if TYPE_CHECKING:  # torch and transformers are imported where they are used: a cached demo needs neither

@@ -67,9 +67,7 @@ def make_scorer(facts: Facts, teacher: RunTeacher, client: Teacher, served: Mode
             number: [student.specials[text]] for text, number in others
             if number not in roles and student.specials.get(text) not in (None, *ends)
         }  # fmt: skip
-    events = TokenEvents(
-        spelling, student, roles, num_ids=facts.num_ids, num_columns=min(2 * loss.topk, facts.num_ids)
-    )
+    events = TokenEvents(spelling, student, roles, num_ids=facts.num_ids, num_columns=min(2 * loss.topk, facts.num_ids))
     aligner = Aligner(events, limit=served.max_sequence_length - 1)  # vLLM generates a token to score
     return CrossTokenizerScorer(client, aligner, spans=loss.cross_tokenizer == "spans")
 

@@ -230,9 +230,7 @@ def reward(facts: Facts) -> str:
     facts.reward = load_functions(config.reward) if config.has_reward_functions else {}
     labels = {name: function.label for name, function in facts.reward.items()}
     labels[MODEL] = f"the reward model {config.reward_model.model.path}"
-    return " + ".join(
-        labels[name] if weight == 1 else f"{weight:g} {labels[name]}" for name, weight in weights.items()
-    )
+    return " + ".join(labels[name] if weight == 1 else f"{weight:g} {labels[name]}" for name, weight in weights.items())
 
 
 def trackers(facts: Facts) -> str:

@@ -266,9 +266,7 @@ def _even_chunk_rows(hidden: Tensor, weight: Tensor, needs_weight_gradient: bool
     return max(1, min(most, -(-rows // 128) * 128))
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int, num_ids: int
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int, num_ids: int) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}"
         raise ValueError(f"hidden [T, D] and weight [V, D] must have the same D: {shapes}")

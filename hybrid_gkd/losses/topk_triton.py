@@ -53,9 +53,7 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     values = logits.new_empty(num_rows, k, dtype=torch.float32)
     width = triton.next_power_of_2(all_blocks)
     warps = 4 if width <= 8192 else 16
-    _choose_blocks[(num_rows,)](
-        maxima, sums, blocks, others, num_blocks, all_blocks, k, WIDTH=width, num_warps=warps
-    )
+    _choose_blocks[(num_rows,)](maxima, sums, blocks, others, num_blocks, all_blocks, k, WIDTH=width, num_warps=warps)
     width = triton.next_power_of_2(k * block)
     warps = 4 if width <= 8192 else 16
     _choose_elements[(num_rows,)](

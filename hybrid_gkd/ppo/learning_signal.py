@@ -84,9 +84,7 @@ def greedy_baseline(length: int, score: float, of_tokens: np.ndarray | None) -> 
     return baseline
 
 
-def teacher_rewards(
-    config: Config, samples: list[Sample], factor: float
-) -> tuple[Arrays, dict[str, float]]:
+def teacher_rewards(config: Config, samples: list[Sample], factor: float) -> tuple[Arrays, dict[str, float]]:
     """Return factor * (log p - log q) of each sampled token, float32 [R_i], for `distillation.as_reward`, and metrics.
 
     p is the teacher, q the student; in expectation the sum is -KL(q || p). `loss_max_clamp` clips log p - log q,

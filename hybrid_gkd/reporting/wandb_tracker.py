@@ -128,9 +128,7 @@ class Wandb:
                 with waiting("wandb to upload the report", Timeout(WANDB_FINISH_SECONDS)):
                     logged.wait(round(WANDB_FINISH_SECONDS))
         except Exception as error:  # errors of wandb, the network or the disk must not fail the run
-            logger.warning(
-                "trainer.wandb.log_report: cannot log the report: %s: %s", type(error).__name__, error
-            )
+            logger.warning("trainer.wandb.log_report: cannot log the report: %s: %s", type(error).__name__, error)
 
     def _take_samples(self) -> dict[str, Any]:
         is_new, self._samples_are_new = self._samples_are_new, False

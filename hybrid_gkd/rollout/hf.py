@@ -27,9 +27,7 @@ class HFRolloutEngine(RolloutEngine):
 
     description = "hf (transformers generation)"
 
-    def __init__(
-        self, config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None
-    ):
+    def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout

@@ -182,9 +182,7 @@ def _outcome(call: Callable[[Response], object], response: Response) -> Outcome:
         return _failure(error)
 
 
-def _all(
-    call: Callable[[Sequence[Response]], Any], is_async: bool, responses: Sequence[Response]
-) -> list[Outcome]:
+def _all(call: Callable[[Sequence[Response]], Any], is_async: bool, responses: Sequence[Response]) -> list[Outcome]:
     try:
         found = _runner().run(call(responses)) if is_async else call(responses)
         values = list(found)

@@ -31,13 +31,7 @@ from typing import TYPE_CHECKING, Any
 from pebble import ProcessExpired, ProcessPool
 
 from hybrid_gkd.errors import HybridGKDError, TrainingError
-from hybrid_gkd.scoring.reward_functions import (
-    TIMED_OUT,
-    Failure,
-    Outcome,
-    RewardFunction,
-    load_functions,
-)
+from hybrid_gkd.scoring.reward_functions import TIMED_OUT, Failure, Outcome, RewardFunction, load_functions
 from hybrid_gkd.search_path import SAFE_PATH
 
 if TYPE_CHECKING:

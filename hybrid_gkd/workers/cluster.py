@@ -114,9 +114,7 @@ def _exit_at_once() -> None:
     os._exit(1)
 
 
-def place_workers(
-    config: Config, device: str, log_folder: Path | None = None, kept: Sequence[Pool] = ()
-) -> list[Pool]:
+def place_workers(config: Config, device: str, log_folder: Path | None = None, kept: Sequence[Pool] = ()) -> list[Pool]:
     """Start the processes of all workers, without loading anything, except those of pools that are `kept`.
 
     Returns all pools, the training pool first. Raises WorkerError: the cluster does not have the resources.

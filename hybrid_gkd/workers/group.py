@@ -22,16 +22,7 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, WorkerError
 from hybrid_gkd.offload.budget import EngineMemory
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.types import (
-    GenerationRequest,
-    MiniBatch,
-    Plan,
-    RewardText,
-    Sample,
-    SampleId,
-    SamplingParams,
-    TopK,
-)
+from hybrid_gkd.types import GenerationRequest, MiniBatch, Plan, RewardText, Sample, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
 from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.liveness import RayLost, check_ray

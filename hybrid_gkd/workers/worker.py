@@ -31,15 +31,7 @@ from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.types import (
-    GenerationRequest,
-    MiniBatch,
-    RewardText,
-    Sample,
-    SampleId,
-    SamplingParams,
-    TopK,
-)
+from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, Sample, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember

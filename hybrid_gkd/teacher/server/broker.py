@@ -160,9 +160,7 @@ class Broker:
 
     # Clients
 
-    def _from_client(
-        self, identity: bytes, key: str | None, message: AnyMessage, payload: list[zmq.Frame]
-    ) -> None:
+    def _from_client(self, identity: bytes, key: str | None, message: AnyMessage, payload: list[zmq.Frame]) -> None:
         if isinstance(message, protocol.StatusRequest):
             self._client_port.send(identity, self.status())
             return

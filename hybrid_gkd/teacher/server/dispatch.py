@@ -34,9 +34,7 @@ def busy_reason(client: ClientRecord, num_bytes: int, *, num_held: int, held_byt
     return None
 
 
-def assignments(
-    queue: Collection[Ticket], workers: Collection[WorkerRecord]
-) -> Iterator[tuple[Ticket, WorkerRecord]]:
+def assignments(queue: Collection[Ticket], workers: Collection[WorkerRecord]) -> Iterator[tuple[Ticket, WorkerRecord]]:
     """Yield requests, in fair order, each with a free worker; the caller assigns each before it takes the next."""
     if not any(worker.free > 0 for worker in workers):
         return
