@@ -46,8 +46,7 @@ def put_last(folder: str) -> None:
 
 
 def hides_a_module(folders: Iterable[str]) -> str | None:
-    """Return a file in one of the folders that hides a module of the standard library, or None; "" is the working
-    directory."""
+    """Return a file in the folders ("": the working directory) that hides a module of the standard library, or None."""
     own = os.path.realpath(os.path.dirname(os.__file__))
     for folder in folders:
         if os.path.realpath(folder) == own:

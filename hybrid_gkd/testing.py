@@ -54,8 +54,7 @@ def tail_of(logprobs: np.ndarray) -> np.ndarray:
 
 
 def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> Any:
-    """Return a byte-level tokenizer: 256 bytes, `num_words` tokens that no text produces, three special tokens, no
-    merges."""
+    """Return a tokenizer without merges: 256 bytes, `num_words` tokens that no text produces, three special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

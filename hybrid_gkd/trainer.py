@@ -321,8 +321,7 @@ class GKDTrainer(PPOTrainer):
         }
 
     def _shown(self, pairs: list[Pair]) -> dict[SampleId, tuple[Sample, dict[str, Any]]]:
-        """Return the samples whose tokens are logged, with prompt and completion as text: one per task, of the first
-        tasks."""
+        """Return the samples whose tokens are logged, one of each of the first tasks, with their texts."""
         count = self.config.trainer.log_val_generations
         chosen = {task.index for task in self.val_prompts[: min(ANSWERS, count)]}
         return {

@@ -167,8 +167,7 @@ class Sample:
     status: str
     """One of STATUSES."""
     logprobs: np.ndarray | None = None
-    """float32 [R], log-probabilities of the trained tokens under the rollout policy; None unless requested, or if
-    given."""
+    """float32 [R], log-probabilities under the rollout policy; None unless requested, or if given."""
     signals: abc.Mapping[str, Signal] = field(default_factory=dict)
     """Signals by a name of SIGNALS."""
 

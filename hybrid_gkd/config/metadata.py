@@ -18,8 +18,7 @@ def rule(text: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 def names(*choices: str, or_own: bool = False) -> dict[str, Any]:
-    """Return field metadata: one of these names, or a list of them; with `or_own` also the import path of a custom
-    object."""
+    """Return field metadata: one or a list of these names; with `or_own` also the import path of a custom object."""
 
     def holds(value: Any) -> bool:
         given = [value] if isinstance(value, str) else value

@@ -18,8 +18,7 @@ LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
 def field_rules(section: Any, prefix: str = "") -> Rules:
-    """Yield the rules in the metadata of fields; null always passes, and numbers are finite unless the field allows
-    others."""
+    """Yield the rules in fields' metadata; null passes, and numbers are finite unless the field allows others."""
     for entry in dataclasses.fields(section):
         value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):

@@ -288,8 +288,7 @@ class Config:
 
     @property
     def has_sampled_loss(self) -> bool:
-        """Return whether a term of the actor's loss depends on the sampled token, as policy losses do and divergences
-        do not."""
+        """Return whether a term of the actor's loss depends on the sampled token: policy losses, not divergences."""
         loss, actor = self.distillation, self.actor_rollout_ref.actor
         estimated = actor.use_kl_loss and KL_LOSSES[actor.kl_loss_type].signal == "sampled"
         divergences = weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn)
@@ -483,8 +482,7 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """Return the folder of this run's files; with `trainer.val_only` a subfolder, which leaves a training run
-        unchanged."""
+        """Return the folder of this run's files; `trainer.val_only` has a subfolder, beside those of a training run."""
         return self.experiment_dir / "validation" if self.trainer.val_only else self.experiment_dir
 
 

@@ -55,8 +55,7 @@ def typed(text: str, key: str) -> Any:
 
 
 def keep_typed(tree: Any, text: str, key: str = "") -> Any:
-    """Return `tree`, parsed by YAML from `text`, with the values of text keys as typed; `key` is the key of the
-    tree."""
+    """Return `tree`, parsed by YAML from `text`, with the values of text keys as typed; `key` is the tree's."""
     return _merged(tree, yaml.load(text, TextLoader), key)
 
 

@@ -38,8 +38,7 @@ class GivenCompletion:
 
 
 def split_chat(chat: Chat) -> tuple[Chat, Chat]:
-    """Split a conversation after its last user message; the second part is empty unless it ends with the
-    assistant's."""
+    """Split a chat after its last user message; the second part is empty unless it ends with the assistant's."""
     if not chat or chat[-1].get("role") != "assistant":
         return chat, []
     users = [place for place, message in enumerate(chat) if message.get("role") == "user"]

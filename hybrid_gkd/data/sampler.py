@@ -51,8 +51,7 @@ class PromptSampler:
         return divmod(epochs * self.num_prompts, self.batch_size)
 
     def batch(self, number: int) -> tuple[int, np.ndarray]:
-        """Return the epoch (0-based) of the first prompt, and int64 [batch_size] prompt indices, of a batch
-        (1-based)."""
+        """Return the epoch (0-based) of a batch's (1-based) first prompt, and prompt indices, int64 [batch_size]."""
         assert number >= 1, number
         epoch, start = divmod((number - 1) * self.batch_size, self.num_prompts)
         found = self._order_of(epoch)[start : start + self.batch_size]

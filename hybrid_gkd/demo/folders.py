@@ -98,8 +98,7 @@ def is_complete(root: Path, key: str) -> bool:
 
 
 def _check_replaceable(root: Path, key: str, force: bool) -> None:
-    """Raise ConfigError unless the folder is absent, empty, a broken copy of the same demo, or (with force) another
-    demo."""
+    """Raise ConfigError unless the folder is absent, empty, a broken copy of the demo, or (with force) another demo."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return
     found = manifest_key(root)

@@ -222,8 +222,7 @@ def _train(
 
 
 def _forced_accuracy(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the fraction of rows whose every response token is the most likely one, so that greedy decoding gives
-    them."""
+    """Return the fraction of rows whose every response token is the most likely one, as greedy decoding needs."""
     import torch
 
     with torch.inference_mode():

@@ -48,8 +48,7 @@ PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 LARGEST = 99
 """Largest amount."""
 HELD_OUT_TEMPLATES, VALIDATION_PROMPTS = 8, 32
-"""One in HELD_OUT_TEMPLATES templates is held out; of the others, one in VALIDATION_PROMPTS prompts is for
-validation."""
+"""One in HELD_OUT_TEMPLATES templates is held out; of others, one in VALIDATION_PROMPTS prompts is for validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

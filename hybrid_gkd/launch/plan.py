@@ -54,8 +54,7 @@ class RunPlan:
     host: dict[str, float]
     """Owner -> bytes on the first node's host, of all its training workers. Other nodes need no more."""
     copy_bytes: tuple[float, ...] | None
-    """Host memory of each training worker, by rank, if checkpoints are written in the background; None if they are
-    not."""
+    """Host memory of each training worker, by rank, if checkpoints are written in the background, else None."""
     loaded: dict[str, Any]
     """Models and workers, kept in starts.jsonl to predict the loading time of later starts."""
     places: tuple[str, ...]
@@ -404,8 +403,7 @@ def _snapshot_bytes(config: Config, trained: Sequence[TrainedSpec]) -> int:
 
 
 def snapshots_in_memory(config: Config, trained: Sequence[TrainedSpec]) -> dict[str, float]:
-    """Return each worker's fraction of the bytes of two snapshots as an owner of host memory, if `trainer.snapshot_dir`
-    is in memory."""
+    """Return each worker's part of two snapshots' bytes as an owner of host memory, if `snapshot_dir` is in memory."""
     place = config.trainer.snapshot_dir
     if place is None or not config.takes_snapshots or not is_in_memory(Path(place).expanduser()):
         return {}

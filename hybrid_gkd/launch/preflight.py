@@ -273,8 +273,7 @@ def checkpoint(facts: Facts) -> str:
 
 
 def disk(facts: Facts) -> str:
-    """Check that the run folder is writable and has room for the checkpoints and, with `trainer.snapshot_freq`, for
-    snapshots."""
+    """Check that the folders of the run and its snapshots are writable and have room for checkpoints and snapshots."""
     config, trainer = facts.config, facts.config.trainer
     one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
     needed = disk_bytes(config, one, steps=facts.steps)

@@ -49,8 +49,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def deferred_to_step_end(self, grace_period: float) -> Iterator[None]:
-        """Treat the first signal in the block as a request, see `requested`; after `grace_period` seconds end the
-        run."""
+        """Treat the first signal in the block as a request (`requested`); end the run after `grace_period` seconds."""
         self._grace_period = grace_period or None
         self._is_saved.clear()
         try:

@@ -32,8 +32,7 @@ class TokenSignals:
     logprobs: np.ndarray | None = None
     """float32 [R], log-probabilities of the tokens under the student that wrote them; None for a given completion."""
     teacher: TopK | None = None
-    """The teacher's candidates, the mass outside of them, and its log-probabilities of the tokens; None for
-    `position`."""
+    """The teacher's candidates, the mass outside, and its log-probabilities of the tokens; None for `position`."""
 
 
 def position(signals: TokenSignals, *, fraction: float) -> np.ndarray:

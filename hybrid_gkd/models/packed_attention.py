@@ -221,8 +221,7 @@ def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool =
 
 
 def register_packed_attention(function: Callable[..., tuple[Tensor, None]] = packed_attention) -> None:
-    """Register `function`, which is `packed_attention` or wraps it, as the attention of models with
-    PACKED_ATTENTION."""
+    """Register `packed_attention`, or a function around it, as the attention of models with PACKED_ATTENTION."""
     for name in (PACKED_ATTENTION, _PLAIN):
         AttentionInterface.register(name, function)
 

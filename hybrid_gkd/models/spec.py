@@ -23,8 +23,7 @@ class ModelSpec:
     activation_bytes_per_token: int = 0
     """Lower bound of the activations for the backward pass of one token in 16 bits, see `_kept_values`."""
     forward_bytes_per_token: int = 0
-    """Activations of one token in a forward pass without gradients: of one block's MLP, two hidden and three
-    intermediate."""
+    """Activations of a token in a forward pass without gradients: two hidden, three intermediate of a block's MLP."""
     logits_bytes_per_token: int = 0
     """Bytes of two copies of the logits in 16 bits for a model that changes its logits (`changed_logits`); 0 for
     others, whose logits can be computed for a few rows at a time."""

@@ -125,8 +125,7 @@ class Memory:
     teachers: dict[str, TeacherPlacement]
     """Label -> placement of each teacher that the run starts."""
     teacher_bytes: dict[str, tuple[float, float]]
-    """Label -> bytes of a teacher's weights, and of its KV cache or largest forward pass, on each GPU that it shares
-    with workers."""
+    """Label -> bytes on each GPU shared with workers: a teacher's weights, and its KV cache or largest forward pass."""
     loads_in_parallel: bool
     """Whether engine and teacher load at the same time if a GPU has room for `fixed_cache`."""
 
@@ -190,8 +189,7 @@ class Memory:
         return found | dict.fromkeys(in_turn[:-1], SLEEPING_ENGINE_BYTES / total_bytes)
 
     def engine_fraction(self, total_bytes: int) -> float:
-        """Return the configured fraction of the engine, or the one computed for an empty GPU, minus the teacher on
-        it."""
+        """Return the engine's configured fraction, or that computed for an empty GPU, minus the teacher on it."""
         if self.configured_fraction is not None:
             return self.configured_fraction
         taken = sum(self._shared_fractions(total_bytes).values())

@@ -42,8 +42,7 @@ a single longer sequence is possible."""
 
 
 def place_teacher(config: Config, *, device: str, gpus: int) -> TeacherPlacement | None:
-    """Return the placement of a local teacher for workers on `device` and `gpus` GPUs of this machine; None without
-    one."""
+    """Return a local teacher's placement for workers on `device` and `gpus` GPUs of this machine; None without one."""
     teacher, workers = config.actor_rollout_ref.teacher, config.workers_per_node
     if not config.distillation.enabled or not teacher.is_local:
         return None
@@ -183,8 +182,7 @@ def plan_memory(
 
 
 def _other_models(config: Config, student: ModelSpec) -> dict[tuple[str, str], tuple[ModelSpec, int]]:
-    """Return memory owner and phase -> spec and tokens of the largest micro-batch, for models that are never
-    trained."""
+    """Return owner and phase -> spec and tokens of the largest micro-batch, for models that are never trained."""
     found = dict[tuple[str, str], tuple[ModelSpec, int]]()
     if config.uses_reward_model:
         found["reward_model_params", "reward_model"] = reward_model_spec(config), _largest_reward_batch(config)
@@ -205,8 +203,7 @@ def exported_bytes(section: CheckpointConfig, student: TrainedSpec) -> int:
 
 
 def engine_dtype(dtype: str, device: str) -> str:
-    """Return the type of the rollout engine's weights and KV cache on "cuda" or "cpu"; auto is the actor's compute
-    type."""
+    """Return the type of the engine's weights and KV cache on "cuda" or "cpu"; auto is the actor's compute type."""
     automatic = "bfloat16" if device == "cuda" else "float32"
     return automatic if dtype == "auto" else dtype
 

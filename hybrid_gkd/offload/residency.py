@@ -38,8 +38,7 @@ MODEL_OWNERS: Mapping[str, tuple[str, ...]] = {
 }
 """Model of a worker -> owners of its parameters and, if it is trained, of its optimizer state."""
 FROZEN, EMA = "frozen_params", "ema_params"
-"""Owners of the actor's base weights, with LoRA, and of the moving average of its trained parameters, if it is the
-teacher."""
+"""Owners of the base weights with LoRA, and of the moving average of trained parameters, if that is the teacher."""
 MEMORY_OWNERS = (
     "kv_cache", "engine_weights", "reward_model_params", "ref_params", "critic_optimizer_state", "critic_params",
     "ema_params", "optimizer_state", "frozen_params", "actor_params",

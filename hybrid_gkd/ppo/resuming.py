@@ -148,8 +148,7 @@ def data_checksums(prompts: Collection[Task], tables: Collection[Rows], *, answe
 
 
 def template_checksums(student: Any, teachers: Mapping[str, str | None]) -> dict[str, str]:
-    """Return checksums of the chat templates as settings: the student's, and by section those of teachers with their
-    own."""
+    """Return checksums of the chat templates as settings: the student's, and by section teachers' own ones."""
     found = {f"{ARR}.model.path (checksum of the chat template)": student}
     found |= {f"{where}.chat_template (checksum)": own for where, own in teachers.items() if own is not None}
     return {name: _checksum([json.dumps(template, sort_keys=True)]) for name, template in found.items()}

@@ -38,8 +38,7 @@ class OwnTeacher:
         self._metrics, self._is_counted = TeacherMetrics(), True
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
-        """Return the scores of the readings. Raises the errors of the worker group; BadTeacherReply: see
-        `check_scores`."""
+        """Return the scores of the readings. Raises the worker group's errors; BadTeacherReply: see `check_scores`."""
         if not readings:
             return []
         samples, started = [_as_sample(number, each) for number, each in enumerate(readings)], time.monotonic()

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 60.0
-"""Margin after `reward.timeout`, at which processes are killed and replaced; without progress by then, the pool counts
-as hung."""
+"""Margin after `reward.timeout`, at which processes are replaced; a pool without progress by then counts as hung."""
 NUM_LOGGED = 3
 """Failures that are logged one by one per rollout."""
 Reward = Callable[[str, str], float]

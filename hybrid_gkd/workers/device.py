@@ -141,8 +141,7 @@ class SharedDevice:
         return engine
 
     def add_model(self, name: str, model: ShardedModel) -> None:
-        """Create the memory owners of a model of `MODEL_OWNERS`, movable by its `fsdp`; all but the actor's are
-        released now."""
+        """Create the owners of a model of `MODEL_OWNERS`, movable by its `fsdp`; release all but the actor's now."""
         params, *states = MODEL_OWNERS[name]
         self._models.append(name)
         self.offloaded[params] = OffloadedTensors(model.parameters)

@@ -374,8 +374,7 @@ class WorkerGroup:
         return [pool.hand_over() for pool in intact] if lost else []
 
     def _responsive_pools(self, generating: bool) -> list[Pool]:
-        """Return the pools to call: without a separate rollout pool that is `generating`, since it would respond only
-        at the end."""
+        """Return the pools to call, without a separate rollout pool that is `generating`, which responds at its end."""
         return self.pools[:1] if generating else self.pools
 
     def device_metrics(self, *, generating: bool = False) -> dict[str, float]:

@@ -31,8 +31,7 @@ if tail -n 1 "$1/starts.jsonl" 2>/dev/null | grep -qv '"end"'; then
     echo '{{"end": '"$(date +%s)"', "error": "{KILLED}"}}' >>"$1/starts.jsonl"
 fi
 sleep 1; rm -rf -- "$0"; kill -KILL 0"""
-"""Shell command run at the end of its input, that is of a run without shutdown: log it in the run folder $1,
-remove the folder $0, kill its group."""
+"""Shell command at the end of a run without shutdown: log it in its folder $1, remove the folder $0, kill its group."""
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
 """Grace period for processes to end, and timeout for killed ones to disappear."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

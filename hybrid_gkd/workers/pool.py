@@ -144,8 +144,7 @@ class Pool:
         return gather(method, self.start(method, *args, **kwargs), timeout)
 
     def start(self, method: str, *args: Any, shares: Sequence[Any] | None = None, **kwargs: Any) -> Calls:
-        """Call a method on every worker without waiting; with `shares`, each worker gets its part as the first
-        argument."""
+        """Call a method on every worker without waiting; each gets its part of `shares`, if any, as first argument."""
         self._last_progress = time.monotonic()
         if (step := current_step.get()) != self._step:
             self._step = step

@@ -398,8 +398,7 @@ class Worker(GroupMember):
         return {"publish": self._load_engine(self.weight_sync.receive, weight_version)}
 
     def _load_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], weight_version: int) -> float:
-        """Load full tensors into the engine, and verify them if configured; return the seconds without the
-        verification."""
+        """Load full tensors into the engine, and verify them if configured; return the seconds of the loading."""
         started = time.perf_counter()
         self.engine.load_weights(weights(), weight_version)
         seconds = time.perf_counter() - started

@@ -9,8 +9,7 @@ from typing import Any
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
 Look = Callable[[str], Any]
-"""Function of a key of `Config` that returns its value so far, or of a key of verl that returns its given value or
-None."""
+"""Function of a key of `Config`, which returns its value so far, or of verl, which returns the given value or None."""
 OF_VERL = "verl"
 """Pseudo key: True for a command of verl, identified by its recipe."""
 Reading = Callable[[Any, Look], dict[str, Any]]

@@ -264,8 +264,7 @@ class FastDecodeScheduler:
         return output
 
     def _next_block(self: Any, request: Any) -> Any:
-        """Return the ids of blocks that begin with a request's next token, for every group of KV caches; None without
-        any."""
+        """Return the ids of blocks that begin with a request's next token, per group of KV caches; None without any."""
         position, manager = request.num_computed_tokens, self.kv_cache_manager
         if self._block > 1:  # the checks of `allocate_slots` are already done
             found = manager.coordinator.allocate_new_blocks(request.request_id, position + 1, position + 1)

@@ -194,8 +194,7 @@ class FastDecodeRunner:
         return graph if graph.cg_mode == self._parts.FULL else None
 
     def _asked(self: Any, rows: np.ndarray, rows_on_gpu: torch.Tensor) -> SimpleNamespace | None:
-        """Return the sampling settings of the sequences at `rows` of the state; None if `_sample` does not support
-        them."""
+        """Return the sampling settings of sequences at `rows` of the state; None if `_sample` does not support them."""
         sampler, sampling = self.sampler, self.sampler.sampling_states
         top_k, top_p = sampling.get_top_k_top_p(rows_on_gpu, rows)
         cuts, num_logprobs = top_k is not None or top_p is not None, sampling.num_logprobs[rows]
@@ -231,8 +230,7 @@ class FastDecodeRunner:
         return _kept_of(names, rows, graph, asked)
 
     def _decode(self: Any, kept: SimpleNamespace, scheduled: Any, *, moved: bool) -> None:
-        """Do the work of `execute_model` for one more token of every row; `moved`: a row has another sequence than
-        before."""
+        """Do the work of `execute_model` for one more token of every row; `moved`: a row's sequence has changed."""
         requests, count = scheduled.scheduled_cached_reqs, len(kept.names)
         if scheduled.finished_req_ids:
             self.finish_requests(scheduled)
@@ -345,8 +343,7 @@ class FastDecodeRunner:
 
 
 def _kept_of(names: list[str], rows: np.ndarray, graph: Any, asked: SimpleNamespace) -> SimpleNamespace:
-    """Return the reused state: sequences of a batch, their rows of the state, the model's graph, and sampling
-    settings."""
+    """Return the reused state: sequences and their rows of the state, the model's graph, and sampling settings."""
     return SimpleNamespace(
         names=names, places={name: place for place, name in enumerate(names)}, rows=rows, graph=graph, asked=asked,
         is_on_gpu=False, hidden_states=None,

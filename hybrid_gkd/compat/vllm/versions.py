@@ -43,8 +43,7 @@ def vllm_version() -> str | None:
 
 
 def untested_reason(versions: tuple[tuple[int, int], ...]) -> str | None:
-    """Return why code that replaces vLLM's, tested with `versions`, is not used with the installed version; None if it
-    is."""
+    """Return why code that replaces vLLM's, tested with `versions`, is not used with the installed one, or None."""
     version = str(vllm_version())
     tried = tuple(map(int, re.findall(r"\d+", version)[:2])) in versions
     return None if tried else f"the fast path was not tested with vLLM {version}"
@@ -109,8 +108,7 @@ def import_llm(device: str) -> Any:
 def device_engine_args(
     device: str, *, dtype: str, max_model_len: int, max_num_seqs: int, hf_config: Any
 ) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`; on the CPU half precision is slow, and the default KV cache takes nearly all
-    memory."""
+    """Return arguments of `vllm.LLM`; on the CPU half precision is slow, and the default KV cache too large."""
     if device != "cpu":
         return {"dtype": dtype}
     config = hf_config.get_text_config()
@@ -172,8 +170,7 @@ def unlink_shared_memory(worker: object = None) -> None:
 
 
 def full_sequences(engine: Any) -> float:
-    """Return the number of sequences of max_model_len tokens that fit into the KV cache of an LLMEngine in this
-    process."""
+    """Return how many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
     return float(getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None) or "nan")
 
 

@@ -20,8 +20,7 @@ MAX_USELESS_STARTS = 5
 """Consecutive starts of a worker without a single result after which the service gives up."""
 MAX_BACKOFF_SECONDS = 30.0
 END_SECONDS = 10.0
-"""Grace period for the workers to end. Ranks of a tensor-parallel worker take up to 8 s and leak shared memory if they
-are killed."""
+"""Grace period for workers to end. Tensor-parallel ranks take up to 8 s and leak shared memory if they are killed."""
 
 
 @dataclass(eq=False)
