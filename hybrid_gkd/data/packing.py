@@ -33,8 +33,7 @@ def plan_micro_batches(
         max_tokens, max_sequences: limits of a micro-batch; None: no limit.
         balance: balance the cost of the ranks; False: rank r gets the r-th contiguous slice.
 
-    Raises:
-        ValueError: a sequence is longer than `max_tokens`, or `max_sequences` is below 1.
+    Raises ValueError: a sequence is longer than `max_tokens`, or `max_sequences` is below 1.
     """
     longest = max(lengths, default=0)
     if max_tokens is not None and longest > max_tokens:

@@ -113,8 +113,7 @@ def read_rows(
         weights: of each entry; None: 1.
         unpacked_bytes: limit of the size of a compressed file's text.
 
-    Raises:
-        DataError: errors in the data, of several tables together.
+    Raises DataError: errors in the data, of several tables together.
     """
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")

@@ -39,8 +39,7 @@ def vanilla(
     Source: Schulman et al., arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476, eq. 10; dual clip: arXiv
     1912.09729, eq. 5.
 
-    Raises:
-        ValueError: the shapes are not all [T] (they would be broadcast), or a bound is out of range.
+    Raises ValueError: the shapes are not all [T] (they would be broadcast), or a bound is out of range.
     """
     _check(logprobs, old_logprobs, advantages)
     if not (clip_ratio_low > 0 and clip_ratio_high > 0 and clip_ratio_c > 1):

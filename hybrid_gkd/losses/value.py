@@ -26,8 +26,7 @@ def clipped_value_loss(
     Returns:
         loss [T], not reduced; clipped bool [T], True where the clipped value's error is the larger one.
 
-    Raises:
-        ValueError: the shapes are not all [T] (they would be broadcast), or `cliprange` is not positive.
+    Raises ValueError: the shapes are not all [T] (they would be broadcast), or `cliprange` is not positive.
     """
     if values.ndim != 1 or not values.shape == old_values.shape == returns.shape:
         shapes = [tuple(tensor.shape) for tensor in (values, old_values, returns)]

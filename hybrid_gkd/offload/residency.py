@@ -112,8 +112,7 @@ class Residency:
         `beside`: a phase that follows soon. Its owners that are present stay if there are `reserve` bytes for
         allocations of `phase` beside them.
 
-        Raises:
-            DeviceMemoryError: a memory owner does not fit after the others have been released.
+        Raises DeviceMemoryError: a memory owner does not fit after the others have been released.
         """
         wanted, owners = RESIDENCY[phase], self._owners
         if beside is not None and self._room(reserve + MARGIN_BYTES) > 0:

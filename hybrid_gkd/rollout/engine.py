@@ -136,8 +136,7 @@ def generate_samples(
     An engine that computes no tokens yields nothing, so that the caller's timeout applies. Once `is_cancelled`, which
     is called before each step, nothing more is yielded; `pause` then empties the engine.
 
-    Raises:
-        WorkerError: the engine is done but samples are missing.
+    Raises WorkerError: the engine is done but samples are missing.
     """
     assert engine.weight_version is not None, "the engine's weights are undefined until they are published"
     engine.add(requests, sampling)

@@ -23,8 +23,7 @@ def verify(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], pairs: P
 
     `weights` is exhausted before an error is raised, because gathering is collective. `names` is read after that.
 
-    Raises:
-        WorkerError: a weight differs, is unknown to the engine, or was never set; the message names the first.
+    Raises WorkerError: a weight differs, is unknown to the engine, or was never set; the message names the first.
     """
     problem, taken = None, set[str]()
     for name, full in weights:
@@ -77,13 +76,9 @@ def tensor_parallel_share(full: Tensor, shape: torch.Size, *, rank: int, ranks: 
 
 
 class VLLMLayout:
-    """Maps Hugging Face weight names to the tensors of a vLLM model on this tensor-parallel rank.
+    """Maps Hugging Face weight names to the tensors of an unquantised vLLM model on this tensor-parallel rank.
 
-    Args:
-        model: vLLM's model, unquantised.
-
-    Raises:
-        ConfigError: the layout of a weight is unknown.
+    Raises ConfigError: the layout of a weight is unknown.
     """
 
     def __init__(self, model: Any):

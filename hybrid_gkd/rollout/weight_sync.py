@@ -41,8 +41,7 @@ class WeightSync:
         bucket_bytes: size of the largest broadcast, unless a single weight is larger.
         timeout: seconds for the group to form, and for all broadcasts of one `send` or `receive`.
 
-    Raises:
-        WorkerError: the group cannot be formed.
+    Raises WorkerError: the group cannot be formed.
     """
 
     def __init__(
@@ -83,8 +82,7 @@ class WeightSync:
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcast full tensors in the order of the layout, packing a bucket while the previous one is in flight.
 
-        Raises:
-            WorkerError: a receiver is lost, or the timeout has passed.
+        Raises WorkerError: a receiver is lost, or the timeout has passed.
         """
         stream = iter(weights)
 
@@ -103,8 +101,7 @@ class WeightSync:
 
         Memory is not reused: the engine may keep the tensors.
 
-        Raises:
-            WorkerError: the sender is lost, or the timeout has passed.
+        Raises WorkerError: the sender is lost, or the timeout has passed.
         """
         for bucket in self._broadcast_all(lambda bucket: None):
             for names, part in bucket:

@@ -64,8 +64,7 @@ def gsm8k(response: str, answer: str, *, strict: bool = False) -> float:
     comparison is numerical: "1,200.0" equals "1200". A response without a number gets 0.0; with `strict`, so does one
     without `####`.
 
-    Raises:
-        DataError: the answer contains no number.
+    Raises DataError: the answer contains no number.
     """
     truth = final_number(answer)
     if truth is None:
@@ -89,8 +88,7 @@ def math(response: str, answer: str, *, strict: bool = False) -> float:
     expression of the text. With `strict`, a response without a \\boxed{} gets 0.0. LaTeX, plain numbers and plain
     expressions are compared symbolically: 1/2 equals 0.5 and \\frac{1}{2}. A comparison of more than 5 s gives 0.0.
 
-    Raises:
-        DataError: the answer contains no expression.
+    Raises DataError: the answer contains no expression.
     """
     import math_verify  # optional dependency; the import takes a second
 

@@ -26,9 +26,7 @@ class OwnTeacher:
     """Teacher with the weights of `teacher.source` on the training workers; implements the protocol `Teacher`.
 
     `submit` scores synchronously, under the weights at the time of the call: call it while the workers are idle.
-
-    Args:
-        num_ids: number of token ids that may be candidates.
+    `num_ids`: number of token ids that may be candidates.
     """
 
     def __init__(self, config: Config, group: WorkerGroup, clock: Clock, *, num_ids: int):

@@ -69,11 +69,7 @@ class _Context(SpawnContext):
 
 
 class RewardPool:
-    """Processes that compute the reward functions of a run.
-
-    Args:
-        section: the configuration section `reward`, from which each process loads the functions.
-    """
+    """Processes that compute the reward functions of a run, which each one loads from the section `reward`."""
 
     def __init__(self, section: RewardConfig):
         context = _Context()

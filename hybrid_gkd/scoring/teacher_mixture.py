@@ -16,11 +16,7 @@ from hybrid_gkd.types import Pair, Sample, Scored, TopK
 
 
 class MixtureScorer(TeacherGroup):
-    """Scores each sample with all teachers.
-
-    Args:
-        members: by name, each with its weight.
-    """
+    """Scores each sample with all teachers: the `members` by name, each with its weight."""
 
     def __init__(self, members: Mapping[str, tuple[float, TeacherScorer]]):
         super().__init__({name: scorer for name, (_, scorer) in members.items()})

@@ -18,11 +18,7 @@ from hybrid_gkd.types import Pair
 
 
 class TeacherGroup(TeacherScorer):
-    """Several scorers as one.
-
-    Args:
-        scorers: by name, which is part of the names of metrics.
-    """
+    """Several scorers as one, by name, which is part of the names of metrics."""
 
     def __init__(self, scorers: Mapping[str, TeacherScorer]):
         self.scorers = scorers

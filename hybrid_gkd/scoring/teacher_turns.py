@@ -15,8 +15,7 @@ from hybrid_gkd.types import Reading, TopK
 class Turns:
     """Order of the teachers that share a GPU: that of their calls. A thread waits for the scores of each.
 
-    Args:
-        seconds: the longest timeout of a request.
+    `seconds`: the longest timeout of a request.
     """
 
     def __init__(self, seconds: float):

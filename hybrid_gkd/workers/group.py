@@ -64,8 +64,7 @@ class WorkerGroup:
         check: called repeatedly while the workers load; its errors end the start.
         kept: pools of an earlier group, see `keep_usable`; this one closes them, also if it cannot start.
 
-    Raises:
-        WorkerError: the cluster does not have the resources, or a worker could not start.
+    Raises WorkerError: the cluster does not have the resources, or a worker could not start.
     """
 
     def __init__(
@@ -349,9 +348,7 @@ class WorkerGroup:
         """After a failure, take the intact pool out of this group for another one; empty unless a pool lost a worker.
 
         Unfinished work is dropped within SETTLE_SECONDS. A pool in which a call has failed is not intact.
-
-        Args:
-            actors: whether training workers may be taken; their weights are undefined, see `load_checkpoint`.
+        `actors`: whether training workers may be taken; their weights are undefined, see `load_checkpoint`.
 
         Raises RayLost.
         """

@@ -123,8 +123,7 @@ class Pool:
     def all_reduce(self, timeout: Timeout) -> None:
         """Run an all-reduce over the workers. Raises WorkerError naming the ones that did not respond.
 
-        Args:
-            timeout: of the collective; a worker that does not respond for twice as long counts as hung.
+        `timeout`: of the collective; a worker that does not respond for twice as long counts as hung.
         """
         calls, twice = self.start("all_reduce", self.rendezvous(timeout), timeout), 2 * timeout.seconds
         # A waiting worker raises at its timeout; one that does not respond is the cause.

@@ -78,8 +78,7 @@ class GroupMember:
     def all_reduce(self, address: tuple[str, int], timeout: Timeout) -> None:
         """Sum one number over all workers on their devices, after joining the group if necessary.
 
-        Raises:
-            WorkerError: timeout, or a wrong sum.
+        Raises WorkerError: timeout, or a wrong sum.
         """
         import torch
         import torch.distributed as dist

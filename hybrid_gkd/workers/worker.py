@@ -161,8 +161,7 @@ class Worker(GroupMember):
             saves_in_background: whether `take_snapshot` will be called.
             engine_memory: see `make_engine`.
 
-        Raises:
-            WorkerError: the other workers could not be reached.
+        Raises WorkerError: the other workers could not be reached.
         """
         arr = self.config.actor_rollout_ref
         with gc_paused():
@@ -348,8 +347,7 @@ class Worker(GroupMember):
 
         Returns seconds: `publish`, `offload` (all moves of the residency since the last publish), and each move.
 
-        Raises:
-            WorkerError: with `rollout.verify_weights`, the engine's weights differ from the actor's.
+        Raises WorkerError: with `rollout.verify_weights`, the engine's weights differ from the actor's.
         """
         self._published = weight_version
         seconds = self._fill_engine(weight_version)

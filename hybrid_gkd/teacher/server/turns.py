@@ -17,11 +17,9 @@ POLL_SECONDS = 0.01
 class GpuTurns:
     """Exclusive use of the GPUs of one worker, or of the CPU, among all workers with the same folder.
 
-    A worker keeps its GPUs until its own requests are done and another worker waits. Each GPU has a lock file; the
-    kernel releases the lock when the process ends.
-
-    Args:
-        folder: folder of the lock files; every worker locks them in the same order, which rules out a deadlock.
+    A worker keeps its GPUs until its own requests are done and another worker waits. Each GPU has a lock file in the
+    folder; the kernel releases the lock when the process ends. Every worker locks the files in the same order, which
+    rules out a deadlock.
     """
 
     def __init__(self, folder: str):
