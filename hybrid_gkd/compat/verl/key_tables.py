@@ -9,34 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_gkd.compat.verl.readings import (
-    ARR,
-    CORRECTION,
-    DEFAULT,
-    OTHER_TRACKERS,
-    Read,
-    do_sample,
-    filter_metric,
-    loggers,
-    loss_mode,
-    micro_batch,
-    min_clamp,
-    one_checkpoint,
-    ratio_cap,
-    resume_from,
-    rollout_is,
-    rollout_threshold,
-    run_name,
-    saved,
-    spelled,
-    warmup,
-)
+from hybrid_gkd.compat.verl import readings
+from hybrid_gkd.compat.verl.readings import ARR, CORRECTION, DEFAULT, OTHER_TRACKERS, Read, spelled
 
 LOSS_MODE = Read(
-    ("distillation.loss_mode", "distillation.tail"), loss_mode,
+    ("distillation.loss_mode", "distillation.tail"), readings.loss_mode,
     "forward_kl_topk is forward_kl with distillation.tail=none, kl is k1, mse is k2, low_var_kl is k3",
 )
-CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), saved, "Whether hf_model is one of them")
+CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), readings.saved, "Whether hf_model is one of them")
 TEACHER = f"{ARR}.teacher"
 
 TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
@@ -52,12 +32,12 @@ VALUES: dict[str, Read] = {
         f"{section}.{name}": spelled(f"{section}.{name}", values)
         for section in TRAINED for name, values in TRAINED_VALUES.items()
     },
-    **{f"{section}.optim.lr_warmup_steps": warmup(section) for section in TRAINED},
+    **{f"{section}.optim.lr_warmup_steps": readings.warmup(section) for section in TRAINED},
     "algorithm.filter_groups.max_num_gen_batches": spelled(
         "algorithm.filter_groups.max_num_gen_batches", {0: DEFAULT, -1: DEFAULT}
     ),
     "algorithm.filter_groups.metric": Read(
-        ("algorithm.filter_groups.metric",), filter_metric,
+        ("algorithm.filter_groups.metric",), readings.filter_metric,
         "null is the default, seq_final_reward is seq_reward where no KL is in the rewards",
     ),
     f"{ARR}.actor.kl_loss_type": spelled(f"{ARR}.actor.kl_loss_type", {
@@ -67,14 +47,16 @@ VALUES: dict[str, Read] = {
     f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
     "distillation.loss_mode": LOSS_MODE,
     "reward.custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
-    "trainer.experiment_name": Read(("trainer.experiment_name",), run_name, "/ is _, as it is the name of a folder"),
+    "trainer.experiment_name": Read(
+        ("trainer.experiment_name",), readings.run_name, "/ is _, as it is the name of a folder"
+    ),
     "trainer.logger": Read(
-        ("trainer.logger",), loggers, "A single name is a list of one, file is jsonl; beside another, "
+        ("trainer.logger",), readings.loggers, "A single name is a list of one, file is jsonl; beside another, "
         f"{', '.join(OTHER_TRACKERS)} are left out (a tracker of your own: module:name)"
     ),
     "trainer.profile_steps": spelled("trainer.profile_steps", {None: DEFAULT}),
     "trainer.resume_from_path": Read(
-        ("trainer.resume_from_path",), resume_from, "Null unless trainer.resume_mode=resume_path"
+        ("trainer.resume_from_path",), readings.resume_from, "Null unless trainer.resume_mode=resume_path"
     ),
 }
 """Keys of both programs with values that are spelled differently."""
@@ -95,14 +77,16 @@ SECTIONS: dict[str, str] = {
 
 RENAMED: dict[str, Read] = {
     f"{CORRECTION}.rollout_is": Read(
-        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), rollout_is,
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), readings.rollout_is,
         "Null is no weights; with it the threshold is that of verl, 2.0 unless given",
     ),
     f"{CORRECTION}.rollout_is_threshold": Read(
-        ("algorithm.rollout_is_threshold",), rollout_threshold, "Left at the default without rollout_is, as in verl"
+        ("algorithm.rollout_is_threshold",), readings.rollout_threshold,
+        "Left at the default without rollout_is, as in verl"
     ),
     f"{ARR}.actor.tis_imp_ratio_cap": Read(
-        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), ratio_cap, "Above 0 the threshold of token weights"
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), readings.ratio_cap,
+        "Above 0 the threshold of token weights"
     ),
     **{
         f"{CORRECTION}.{key}": spelled(f"algorithm.{key}")
@@ -113,7 +97,7 @@ RENAMED: dict[str, Read] = {
     **{
         f"{section}.{theirs}": row
         for section in TRAINED for theirs, row in {
-            "ppo_micro_batch_size": micro_batch(f"{section}.ppo_micro_batch_size_per_gpu"),
+            "ppo_micro_batch_size": readings.micro_batch(f"{section}.ppo_micro_batch_size_per_gpu"),
             "optim.warmup_style": spelled(f"{section}.optim.lr_scheduler_type", {None: DEFAULT}),
             "optim.clip_grad": spelled(f"{section}.grad_clip"),
         }.items()
@@ -126,10 +110,12 @@ RENAMED: dict[str, Read] = {
         f"{ARR}.rollout.update_weights_bucket_megabytes"
     ),
     f"{ARR}.rollout.val_kwargs.do_sample": Read(
-        (f"{ARR}.rollout.val_kwargs.temperature",), do_sample, "false is temperature 0, true leaves it as it is"
+        (f"{ARR}.rollout.val_kwargs.temperature",), readings.do_sample,
+        "false is temperature 0, true leaves it as it is"
     ),
     "distillation.log_prob_min_clamp": Read(
-        (), min_clamp, "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
+        (), readings.min_clamp,
+        "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
     ),
     "distillation.clip_ratio": spelled(f"{ARR}.actor.clip_ratio"),
     "distillation.clip_ratio_low": spelled(f"{ARR}.actor.clip_ratio_low"),
@@ -157,7 +143,7 @@ RENAMED: dict[str, Read] = {
     "reward_model.reward_kwargs.max_resp_len": spelled("data.max_response_length"),
     "trainer.val_generations_to_log_to_wandb": spelled("trainer.log_val_generations"),
     "trainer.remove_previous_ckpt_in_save": Read(
-        ("trainer.max_actor_ckpt_to_keep",), one_checkpoint, "true is 1, false leaves it as it is"
+        ("trainer.max_actor_ckpt_to_keep",), readings.one_checkpoint, "true is 1, false leaves it as it is"
     ),
 }
 """Key of verl -> conversion to keys of `Config`."""
