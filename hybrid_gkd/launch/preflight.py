@@ -23,8 +23,6 @@ from pathlib import Path
 import torch
 
 import hybrid_gkd
-from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.repetitions import detects_repetitions
 from hybrid_gkd.config import MODEL, Config, run_teachers
 from hybrid_gkd.config.unused import unused_keys
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
@@ -140,10 +138,9 @@ def engine(facts: Facts) -> str:
     """Check that the rollout engine is installed in a supported version."""
     section = facts.config.actor_rollout_ref.rollout
     facts.engine = resolve_engine(section.name)
-    if section.end_repetitions is not None and (facts.engine == "hf" or not detects_repetitions()):
-        rule = f"needs a vLLM that detects repetitions (SamplingParams.repetition_detection), not {facts.engine}"
-        version = f" {vllm_compat.vllm_version()}" if facts.engine == "vllm" else ""
-        raise ConfigError("actor_rollout_ref.rollout.end_repetitions", f"{rule}{version}", section.end_repetitions)
+    if section.end_repetitions is not None and facts.engine == "hf":
+        rule = "needs the rollout engine vllm, which detects repetitions; hf does not"
+        raise ConfigError("actor_rollout_ref.rollout.end_repetitions", rule, section.end_repetitions)
     return facts.engine
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from hybrid_gkd.compat.vllm import fast_scheduler, runner
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.llm import load_llm
-from hybrid_gkd.compat.vllm.repetitions import repetition_detection
 from hybrid_gkd.config import Config, RolloutConfig
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models.spec import overrides_for_engine, read_config
@@ -126,15 +125,16 @@ class VLLMRolloutEngine(RolloutEngine):
         self.filling = bool(self.waiting) and len(self.running) < limits.max_num_seqs
 
     def _parameters(self, request: GenerationRequest, sampling: SamplingParams) -> Any:
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
         from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
+        count = sampling.repetitions
         return VLLMSamplingParams(
             max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, seed=request.seed, stop_token_ids=[*self.stop_token_ids], detokenize=False,
             logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
-            **repetition_detection(sampling.repetitions),
+            repetition_detection=count and RepetitionDetectionParams(max_pattern_size=32, min_count=count),
         )
 
     def _finish(self, output: Any) -> Sample:

@@ -165,7 +165,7 @@ class FastDecodeScheduler:
         sampling = request.sampling_params
         request.rollout_stops = frozenset([sampling.eos_token_id, *(sampling.stop_token_ids or ())])
         request.rollout_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-        if getattr(sampling, "repetition_detection", None) is not None:
+        if sampling.repetition_detection is not None:
             request.rollout_tokens = 0  # any token may end it
         request.rollout_logprobs = []
         self.vllm.add_request(self, request)
