@@ -32,12 +32,12 @@ class Phases:
     """Phase after an update, whose copies begin in advance."""
 
 
-ACTOR_PHASES = Phases("update", "optimizer_step", "rollout")
-CRITIC_PHASES = Phases("critic_update", "critic_optimizer_step", "update")
-REFERENCE_PHASES = Phases("reference", "reference", "update")
-REWARD_PHASES = Phases("reward_model", "reward_model", "update")
-EMA_PHASES = Phases("ema_teacher", "ema_teacher", "update")
-"""Phases of models without optimizer steps."""
+PHASES = {
+    "actor": Phases("update", "optimizer_step", "rollout"),
+    "critic": Phases("critic_update", "critic_optimizer_step", "update"),
+    **{name: Phases(name, name, "update") for name in ("reference", "reward_model", "ema_teacher")},
+}
+"""Phases by model; the last ones take no optimizer steps."""
 
 
 class Updater:
@@ -50,7 +50,7 @@ class Updater:
 
     def __init__(
         self, model: Any, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool,
-        phases: Phases = ACTOR_PHASES,
+        phases: Phases = PHASES["actor"],
     ):  # fmt: skip
         self.model, self.residency, self.meter = model, residency, meter
         self.worker, self.alone, self.phases = worker, alone, phases

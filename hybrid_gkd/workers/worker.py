@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hybrid_gkd.rollout.weight_sync import WeightSync
     from hybrid_gkd.rollout.weights import Layout
     from hybrid_gkd.student.trained_model import TrainedModel
-    from hybrid_gkd.workers.updater import Phases, Updater
+    from hybrid_gkd.workers.updater import Updater
 
 logger = logging.getLogger(__name__)
 
@@ -220,29 +220,22 @@ class Worker(GroupMember):
 
     def _build_updaters(self, saves_in_background: bool) -> None:
         from hybrid_gkd.workers.saver import Saver
-        from hybrid_gkd.workers.updater import (
-            ACTOR_PHASES,
-            CRITIC_PHASES,
-            EMA_PHASES,
-            REFERENCE_PHASES,
-            REWARD_PHASES,
-            Updater,
-        )
+        from hybrid_gkd.workers.updater import PHASES, Updater
 
-        def updater(model: Any, phases: Phases) -> Updater:
+        def updater(model: Any, name: str) -> Updater:
             who, alone = f"{self.role} {self.rank}", self.size == 1
-            return Updater(model, self.residency, self.shared.meter, worker=who, alone=alone, phases=phases)
+            return Updater(model, self.residency, self.shared.meter, worker=who, alone=alone, phases=PHASES[name])
 
         trained: dict[str, TrainedModel] = {}
-        self.updater = self.updaters["update_actor"] = updater(self.actor, ACTOR_PHASES)
-        self.own_teacher = updater(self.actor, EMA_PHASES) if self.config.has_moving_average else self.updater
+        self.updater = self.updaters["update_actor"] = updater(self.actor, "actor")
+        self.own_teacher = updater(self.actor, "ema_teacher") if self.config.has_moving_average else self.updater
         if self.config.uses_critic:
             trained["critic"] = self.critic
-            self.critic_updater = self.updaters["update_critic"] = updater(self.critic, CRITIC_PHASES)
+            self.critic_updater = self.updaters["update_critic"] = updater(self.critic, "critic")
         if self.config.has_reference_model:
-            self.reference_updater = updater(self.reference, REFERENCE_PHASES)
+            self.reference_updater = updater(self.reference, "reference")
         if self.config.uses_reward_model:
-            self.reward_updater = updater(self.reward_model, REWARD_PHASES)
+            self.reward_updater = updater(self.reward_model, "reward_model")
         trained["actor"] = self.actor
         on_gpu = self.device_type == "cuda"
         self.saver = Saver(self.config, trained, self.residency, on_gpu=on_gpu, behind=saves_in_background)
