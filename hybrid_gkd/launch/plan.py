@@ -23,7 +23,7 @@ from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
 from hybrid_gkd.offload.budget import GIB, Memory, TeacherPlacement, has_phase
 from hybrid_gkd.offload.needs import TrainedSpec, exported_bytes, plan_memory
 from hybrid_gkd.offload.residency import FROZEN
-from hybrid_gkd.reporting.starts import STARTS
+from hybrid_gkd.reporting.starts import STARTS, read_starts
 from hybrid_gkd.runtime.files import is_in_memory, read_json_lines
 from hybrid_gkd.student.checkpoint_store import RESERVED, SNAPSHOT, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
@@ -272,14 +272,9 @@ def _weight_bytes(path: str) -> int:
 
 def _last_loading(project: Path, loaded: dict[str, Any]) -> tuple[float, float] | None:
     """Return begin and duration in seconds of the last start of a project with the same models."""
-    found = list[tuple[float, float]]()
-    for file in project.glob(f"*/{STARTS}"):
-        start: dict[str, Any] = {}
-        for row in read_json_lines(file):
-            start = row if "start" in row else start
-            if "ready" in row and start.get("loaded") == loaded:
-                found.append((start["start"], row["ready"] - start["start"]))
-    return max(found, default=None)
+    starts = (start for file in project.glob(f"*/{STARTS}") for start in read_starts(file.parent))
+    same = (start for start in starts if "ready" in start and start.get("loaded") == loaded)
+    return max(((start["start"], start["ready"] - start["start"]) for start in same), default=None)
 
 
 def _speed_settings(config: Config) -> list[Any]:
