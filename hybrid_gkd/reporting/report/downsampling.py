@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
+Mergeable = TypeVar("Mergeable", "Point", "Counts")
 
 
-class Downsampled(Generic[Item]):
+class Downsampled(Generic[Mergeable]):
     """Series of at most `limit` items, an even number; when it is full, neighbours are merged.
 
     `every` added items form one kept item. The result depends on the items alone, not on when they were added.
     """
 
-    def __init__(self, merge: Callable[[Item, Item], Item], limit: int):
+    def __init__(self, limit: int):
         assert limit % 2 == 0, limit
-        self._merge, self._limit, self.every = merge, limit, 1
-        self._whole: list[Item] = []
-        self._last: Item | None = None
+        self._limit, self.every = limit, 1
+        self._whole: list[Mergeable] = []
+        self._last: Mergeable | None = None
         self._in_last = 0
 
-    def add(self, item: Item) -> None:
-        self._last = item if self._last is None else self._merge(self._last, item)
+    def add(self, item: Mergeable) -> None:
+        self._last = item if self._last is None else self._last.merged(item)
         self._in_last += 1
         if self._in_last < self.every:
             return
@@ -30,12 +32,12 @@ class Downsampled(Generic[Item]):
         self._last, self._in_last = None, 0
         if len(self._whole) == self._limit:
             pairs = zip(self._whole[::2], self._whole[1::2], strict=True)
-            self._whole = [self._merge(first, second) for first, second in pairs]
+            self._whole = [first.merged(second) for first, second in pairs]
             self.every *= 2
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[Mergeable]:
         """Return the kept items; the last one may have fewer than `every` added items."""
-        return self._whole if self._last is None else [*self._whole, self._last]
+        return self._whole + ([] if self._last is None else [self._last])
 
 
 class Point(NamedTuple):
@@ -56,13 +58,9 @@ class Point(NamedTuple):
     def mean(self) -> float:
         return self.total / self.rows
 
-
-def merge_points(first: Point, second: Point) -> Point:
-    """Merge two neighbours."""
-    return Point(
-        second.step, first.rows + second.rows, first.total + second.total, min(first.low, second.low),
-        max(first.high, second.high),
-    )  # fmt: skip
+    def merged(self, later: Point) -> Point:
+        low, high = min(self.low, later.low), max(self.high, later.high)
+        return Point(later.step, self.rows + later.rows, self.total + later.total, low, high)
 
 
 class Counts(NamedTuple):
@@ -73,12 +71,9 @@ class Counts(NamedTuple):
     counts: tuple[int, ...]
     """Count of each bin, shortest first."""
 
-
-def merge_counts(first: Counts, second: Counts) -> Counts:
-    """Merge two neighbours."""
-    length = max(len(first.counts), len(second.counts))
-    padded = (each.counts + (0,) * (length - len(each.counts)) for each in (first, second))
-    return Counts(second.step, tuple(map(sum, zip(*padded, strict=True))))
+    def merged(self, later: Counts) -> Counts:
+        sums = itertools.zip_longest(self.counts, later.counts, fillvalue=0)
+        return Counts(later.step, tuple(map(sum, sums)))
 
 
 def round_significant(value: float, digits: int = 5) -> float | int:

@@ -12,15 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybrid_gkd.config.flat import differences, flat
-from hybrid_gkd.reporting.report.downsampling import (
-    Counts,
-    Downsampled,
-    Point,
-    evenly_spaced,
-    merge_counts,
-    merge_points,
-    round_significant,
-)
+from hybrid_gkd.reporting.report.downsampling import Counts, Downsampled, Point, evenly_spaced, round_significant
 from hybrid_gkd.reporting.report.growing_file import GrowingFile, step_of
 from hybrid_gkd.reporting.report.log_lines import RunLog
 from hybrid_gkd.reporting.report.timeline import representative_step
@@ -69,7 +61,7 @@ class RunFolder:
         self.step, self.tokens = 0, 0.0
 
     def _reset_lengths(self) -> None:
-        self._counts, self._bin = Downsampled(merge_counts, COLUMNS), 1
+        self._counts, self._bin = Downsampled[Counts](COLUMNS), 1
 
     def refresh(self) -> None:
         """Read new rows of all files."""
@@ -108,7 +100,7 @@ class RunFolder:
         if "timing/step" in row:
             self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
         for name, value in (dict.fromkeys(PARTS, 0.0) | row).items():
-            self._series.setdefault(name, Downsampled(merge_points, self._points)).add(Point.of(step, value))
+            self._series.setdefault(name, Downsampled(self._points)).add(Point.of(step, value))
         for name, value in row.items():
             self.first.setdefault(name, value)
             self.last[name] = value

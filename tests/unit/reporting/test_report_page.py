@@ -16,14 +16,7 @@ from run_folders import NASTY, make_run, step_row
 
 from hybrid_gkd.reporting.report import server as serving
 from hybrid_gkd.reporting.report.command import FOLLOW, main
-from hybrid_gkd.reporting.report.downsampling import (
-    Counts,
-    Downsampled,
-    Point,
-    evenly_spaced,
-    merge_counts,
-    merge_points,
-)
+from hybrid_gkd.reporting.report.downsampling import Counts, Downsampled, Point, evenly_spaced
 from hybrid_gkd.reporting.report.headline import headline
 from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
@@ -62,7 +55,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_thinned_series_has_the_mean_and_the_extremes_of_every_step_once():
-    series = Downsampled(merge_points, 8)
+    series = Downsampled(8)
     values = [float((7 * step) % 101) for step in range(1, 1001)]
     for step, value in enumerate(values, 1):
         series.add(Point.of(step, value))
@@ -79,7 +72,7 @@ def test_a_thinned_series_has_the_mean_and_the_extremes_of_every_step_once():
 
 
 def test_counts_of_several_steps_are_added():
-    assert merge_counts(Counts(1, (1, 2)), Counts(2, (0, 1, 5))) == Counts(2, (1, 3, 5))
+    assert Counts(1, (1, 2)).merged(Counts(2, (0, 1, 5))) == Counts(2, (1, 3, 5))
 
 
 def test_evenly_keeps_the_first_and_the_last():
