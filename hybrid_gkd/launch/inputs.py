@@ -18,15 +18,8 @@ from hybrid_gkd.compat.vllm.versions import vllm_available, vllm_version
 from hybrid_gkd.config import REWARD_MODEL_PATH, UNNAMED, Config, ModelConfig, RunTeacher, run_teachers
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors, rename_section
+from hybrid_gkd.launch import data_checks
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.data_checks import (
-    check_data_sources,
-    check_distinct,
-    check_given_answers,
-    check_right_answers,
-    check_teacher_prompts,
-    describe_dropped_prompts,
-)
 from hybrid_gkd.launch.each_teacher import describe_routing, for_each_teacher, teacher_column
 from hybrid_gkd.launch.plan import OWN_WEIGHTS
 from hybrid_gkd.launch.presence import check_model_folder
@@ -296,15 +289,15 @@ def data(facts: Facts) -> str:
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
-    check_distinct(facts)
-    check_data_sources(facts)
-    check_right_answers(facts)
+    data_checks.check_distinct(facts)
+    data_checks.check_data_sources(facts)
+    data_checks.check_right_answers(facts)
     chosen = describe_routing(facts.config, facts.train_prompts)
-    check_teacher_prompts(facts.config, facts.train_prompts)
-    given = check_given_answers(facts.config, facts.train_prompts)
+    data_checks.check_teacher_prompts(facts.config, facts.train_prompts)
+    given = data_checks.check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
-    left = describe_dropped_prompts(facts.config, facts.train_prompts, facts.steps)
+    left = data_checks.describe_dropped_prompts(facts.config, facts.train_prompts, facts.steps)
     return (
         f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}{chosen}"

@@ -34,7 +34,7 @@ def final_table(
     wall_time = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
     if config.trainer.val_only:
         known = {"held-out accuracy: teacher": teacher_accuracy} if teacher_accuracy is not None else {}
-        results = [(name, _show(value, ".5g")) for name, value in (known | {**last}).items()]
+        results = [(name, show(value, ".5g")) for name, value in (known | {**last}).items()]
         validated = config.actor_rollout_ref.model.path if checkpoint is None else str(checkpoint)
         results = [("validated, not trained (trainer.val_only)", validated), *results]
     else:
@@ -43,12 +43,12 @@ def final_table(
         *results,
         ("training steps", str(steps)),
         ("wall time of this start" if resumed else "wall time", wall_time),
-        ("checkpoint", _show(checkpoint)),
-        ("Hugging Face folder", _show(huggingface)),
+        ("checkpoint", show(checkpoint)),
+        ("Hugging Face folder", show(huggingface)),
         *_best(config, best),
-        ("metrics", _show(metrics)),
-        *([] if config.trainer.val_only else [("report, to open in a browser", _show(report and report.as_uri()))]),
-        ("resolved configuration", _show(config_file)),
+        ("metrics", show(metrics)),
+        *([] if config.trainer.val_only else [("report, to open in a browser", show(report and report.as_uri()))]),
+        ("resolved configuration", show(config_file)),
     ]
     label_width = max(len(label) for label, _ in rows)
     lines = [f"  {label:<{label_width}}  {value}" for label, value in rows]
@@ -70,7 +70,7 @@ def comparison(rows: Mapping[str, Mapping[str, float]]) -> str:
     names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
     lines = [["model", "data source", *names]]
     for (model, group), metrics in found.items():
-        lines.append([model, group or "all", *(_show(metrics.get(name), ".5g") for name in names)])
+        lines.append([model, group or "all", *(show(metrics.get(name), ".5g") for name in names)])
     if not any(group for _, group in found):
         lines = [[line[0], *line[2:]] for line in lines]
     labels = len(lines[0]) - len(names)
@@ -86,7 +86,7 @@ def comparison(rows: Mapping[str, Mapping[str, float]]) -> str:
 def _best(config: Config, best: tuple[float, int, Path] | None) -> list[tuple[str, str]]:
     if config.trainer.best_metric is None or config.trainer.val_only:
         return []
-    value = _show(None) if best is None else "{:.4f} after step {}: {}".format(*best)
+    value = show(None) if best is None else "{:.4f} after step {}: {}".format(*best)
     return [(f"best checkpoint by {config.trainer.best_metric}", value)]
 
 
@@ -97,13 +97,13 @@ def _results(
     distils, validates = config.distillation.enabled, bool(config.data.val_files)
 
     def change(name: str) -> str:
-        return f"{_show(first.get(name), '.4f')} -> {_show(last.get(name), '.4f')}"
+        return f"{show(first.get(name), '.4f')} -> {show(last.get(name), '.4f')}"
 
     rows = []
     if validates and config.has_reward_functions:
         known = {"teacher": teacher_accuracy} if distils else {}
         known |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
-        rows += [(f"held-out accuracy: {who}", _show(accuracy, ".1%")) for who, accuracy in known.items()]
+        rows += [(f"held-out accuracy: {who}", show(accuracy, ".1%")) for who, accuracy in known.items()]
     if validates and config.uses_reward_model:
         rows.append(("val/reward_model, before and after", change("val/reward_model")))
     if validates and distils:
@@ -114,5 +114,6 @@ def _results(
     return rows + [(f"{name}, first and last step", change(name)) for name in trained]
 
 
-def _show(value: float | Path | str | None, form: str = "") -> str:
+def show(value: float | Path | str | None, form: str = "") -> str:
+    """Format a value; unknown ones are a dash."""
     return "—" if value is None else format(value, form)

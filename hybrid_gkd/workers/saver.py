@@ -21,14 +21,7 @@ from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.threads import single_thread
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.student.checkpoint_io import (
-    export_bytes,
-    gather_huggingface,
-    load_model,
-    save_model,
-    snapshot_bytes,
-    snapshot_model,
-)
+from hybrid_gkd.student import checkpoint_io
 from hybrid_gkd.student.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -69,9 +62,10 @@ class Saver:
             self._reserved = self._thread.submit(self._reserve, self._bytes_to_copy())
 
     def _bytes_to_copy(self) -> int:
-        num_bytes = sum(map(snapshot_bytes, self._trained.values()))
+        num_bytes = sum(map(checkpoint_io.snapshot_bytes, self._trained.values()))
         if dist.get_rank() == 0:
-            num_bytes += sum(export_bytes(self._trained["actor"], merge=name == MERGED) for name in self._exports)
+            actor = self._trained["actor"]
+            num_bytes += sum(checkpoint_io.export_bytes(actor, merge=name == MERGED) for name in self._exports)
         return num_bytes
 
     def _reserve(self, num_bytes: int) -> None:
@@ -91,7 +85,7 @@ class Saver:
         written: dict[str, FileSum] = {}
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name], changes=False)
-            written |= _under(name, save_model(model, folder / name))
+            written |= _under(name, checkpoint_io.save_model(model, folder / name))
         for name, export in self._gather_exports(tokenizer_path, self._empty_copies()):
             written |= _under(name, export(folder / name))
         return written
@@ -100,7 +94,7 @@ class Saver:
         """Restore models, optimizers and schedules. Collective. Raises CheckpointError."""
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name])
-            load_model(model, folder / name)
+            checkpoint_io.load_model(model, folder / name)
 
     def take_snapshot(self, tokenizer_path: str | None) -> None:
         """Copy to the host what `save` would write; None: without exports. Collective.
@@ -111,7 +105,7 @@ class Saver:
         assert copies is not None, "the worker has no memory for snapshots"
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name], changes=False)
-            self._snapshot[name] = snapshot_model(model, copies.copy)
+            self._snapshot[name] = checkpoint_io.snapshot_model(model, copies.copy)
             copies.finish()
         if tokenizer_path is not None:
             self._snapshot |= self._gather_exports(tokenizer_path, copies)
@@ -166,7 +160,7 @@ class Saver:
         """
         arr = self._config.actor_rollout_ref
         for name in self._exports:
-            export = gather_huggingface(
+            export = checkpoint_io.gather_huggingface(
                 self._trained["actor"], tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code,
                 merge=name == MERGED, to_host=Tensor.cpu if copies is None else copies.copy,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybrid_gkd.reporting.final_table import show
 from hybrid_gkd.reporting.report.run_folder import RunFolder
 
 Card = dict[str, Any]
@@ -23,7 +24,7 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
         cards.append(_validated(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
     if config.get("distillation.enabled", True):
         if "val/forward_kl" in run.last:
-            note = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats/token"
+            note = f"reverse {show(run.last.get('val/reverse_kl'), '.4f')}, nats/token"
             cards.append(_validated(run, "val/forward_kl", "Held-out KL", ".4f", note, rises=False))
         else:
             cards.append(_trained(run, "actor/kl_loss", "KL to the teacher", ".4f", "nats/token", rises=False))
@@ -100,7 +101,7 @@ def _trained(run: RunFolder, name: str, label: str, form: str, note: str, *, ris
 
 
 def _change(before: float | None, after: float | None, label: str, form: str, note: str, *, rises: bool) -> Card:
-    card: Card = {"label": label, "value": f"{_number(before, form)} → {_number(after, form)}", "note": note}
+    card: Card = {"label": label, "value": f"{show(before, form)} → {show(after, form)}", "note": note}
     if before is not None and after is not None and before != after:
         card["change"] = "better" if (after > before) == rises else "worse"
     return card
@@ -108,10 +109,6 @@ def _change(before: float | None, after: float | None, label: str, form: str, no
 
 def _listed(*parts: str) -> str:
     return ", ".join(filter(None, parts))
-
-
-def _number(value: float | None, form: str = ".4f") -> str:
-    return "—" if value is None else format(value, form)
 
 
 def _short(value: float) -> str:
