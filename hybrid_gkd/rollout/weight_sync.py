@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from hybrid_gkd.compat.ray import is_cancelled
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.rollout.rendezvous import open_store
 from hybrid_gkd.rollout.weights import Layout, Names, split_buckets
 from hybrid_gkd.runtime.waiting import Timeout
 
@@ -28,6 +28,21 @@ Bucket = list[tuple[Names, Tensor]]
 POLL_SECONDS = 2e-4
 ABORT_SECONDS = 60.0
 """Margin of NCCL's timeout over ours: NCCL would end the process, and with it the student's last state."""
+
+
+def open_store(address: tuple[str, int], *, rank: int, size: int, timeout: float) -> dist.Store:
+    """Open the store of a process group; rank 0 listens at `address` only. A single process needs no socket.
+
+    torch's own listeners accept connections, which it does not authenticate, on all interfaces. Raises RuntimeError or
+    OSError: the other ranks do not connect within `timeout` seconds, or the port is in use.
+    """
+    if size == 1:
+        return dist.HashStore()
+    limit = timedelta(seconds=timeout)
+    if rank > 0:
+        return dist.TCPStore(*address, size, False, limit)
+    listener = socket.create_server(address)
+    return dist.TCPStore(*address, size, True, limit, master_listen_fd=listener.detach())
 
 
 class WeightSync:

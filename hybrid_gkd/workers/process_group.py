@@ -54,8 +54,7 @@ class GroupMember:
         import torch.distributed as dist
 
         from hybrid_gkd.compat.torch import set_timeout_of_new_groups
-        from hybrid_gkd.rollout.rendezvous import open_store
-        from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
+        from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS, open_store
 
         if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
