@@ -15,9 +15,8 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
-from hybrid_gkd.ppo.learning_signal import samples_to_score
 from hybrid_gkd.scoring.rewards import RewardScorer
-from hybrid_gkd.types import Pair, Rollout, Sample, Task
+from hybrid_gkd.types import Pair, Rollout, Sample, Task, with_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class GroupCollector:
         Raises TrainingError: this was the last batch allowed and there are too few informative groups; otherwise the
         errors of the scorer.
         """
-        pairs, count = samples_to_score(batch), len(batch.samples)
+        pairs, count = with_tasks(batch.tasks, (*batch.samples, *batch.greedy)), len(batch.samples)
         self._rewards += self.scorer.rewards(pairs)[:count]
         values = GROUP_METRICS[self.section.metric](self.scorer, pairs)[:count]
         self._batches.append(batch)

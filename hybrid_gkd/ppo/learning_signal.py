@@ -9,17 +9,12 @@ import numpy as np
 
 from hybrid_gkd.config import ADV_ESTIMATORS, Config
 from hybrid_gkd.ppo.advantages import estimate
-from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, with_tasks
+from hybrid_gkd.types import Arrays, Rollout, Sample
 
 
 def needs_greedy_samples(config: Config) -> bool:
     """Return whether the greedy completion of each prompt is the baseline of the advantages."""
     return config.has_advantages and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy completion"
-
-
-def samples_to_score(rollout: Rollout) -> list[Pair]:
-    """Return the samples of a rollout with their tasks, followed by the greedy ones, if any."""
-    return with_tasks(rollout.tasks, (*rollout.samples, *rollout.greedy))
 
 
 def with_advantages(

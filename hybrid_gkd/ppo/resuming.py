@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config import DEFAULT_TEACHER, NAMED, Config, OptimConfig, has_several_teachers, run_teachers
+from hybrid_gkd.config import DEFAULT_TEACHER, NAMED, Config, has_several_teachers, run_teachers
 from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.student.checkpoint_store import TrainerState, load_state
@@ -93,7 +93,8 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"
     optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
     scheduled = scheduled or config.trainer.warmup_steps_sft > 0
-    if scheduled or any(each.lr_scheduler_type != "constant" or has_relative_warmup(each) for each in optims):
+    relative_warmup = any(each.lr_warmup_steps_ratio and not each.lr_warmup_steps for each in optims)
+    if scheduled or relative_warmup or any(each.lr_scheduler_type != "constant" for each in optims):
         found["trainer.total_training_steps"] = steps
     if loss.teacher_prompt_fn is not None:
         found["distillation.teacher_prompt_fn (reads rewards)"] = bool(rewards)
@@ -111,11 +112,6 @@ def teacher_settings(where: str, model: str, weights: str) -> dict[str, str]:
     """Return the settings that identify the teacher of a section; `weights`: their hash, empty if unknown."""
     path = f"{where}.model.path"
     return {path: model} | ({path + WEIGHTS: weights} if weights else {})
-
-
-def has_relative_warmup(optim: OptimConfig) -> bool:
-    """Return whether the warm-up is a fraction of the run's optimizer steps."""
-    return bool(optim.lr_warmup_steps_ratio and not optim.lr_warmup_steps)
 
 
 def _flat(section: Any, prefix: str) -> dict[str, Any]:

@@ -8,15 +8,10 @@ HOST = r"(?=[a-zA-Z0-9])[\w-]{1,63}(\.[\w-]{1,63})*\.?"
 """Pattern of a host's name or IPv4 address, for ASCII; resolvers raise other errors than OSError for anything else."""
 
 
-def is_host(text: str) -> bool:
-    """Return whether the text is a host's name or IPv4 address, which need not exist."""
-    return re.fullmatch(HOST, text, re.ASCII) is not None
-
-
 def is_address(text: str) -> bool:
-    """Return whether the text is ``host:port``."""
-    host, _, port = text.rpartition(":")
-    return is_host(host) and re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 65536
+    """Return whether the text is ``host:port`` with a host's name or IPv4 address, which need not exist."""
+    found = re.fullmatch(rf"{HOST}:(?P<port>\d{{1,5}})", text, re.ASCII)
+    return found is not None and 0 < int(found["port"]) < 65536
 
 
 def is_ray_address(text: str) -> bool:

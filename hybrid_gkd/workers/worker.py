@@ -178,12 +178,9 @@ class Worker(GroupMember):
         description = {"device": name, "torch": version("torch"), "host": socket.gethostname()}
         engine = None
         if self.role != "actor worker":
-            arguments: dict[str, Any] = {
-                "stop_token_ids": stop_token_ids, "num_ids": num_ids, "room": engine_memory,
-            }  # fmt: skip
-            engine = self.engine = self.shared.build_engine(
-                lambda: make_engine(self.config, device=self.device, **arguments)
-            )
+            ids: dict[str, Any] = {"stop_token_ids": stop_token_ids, "num_ids": num_ids}
+            make = functools.partial(make_engine, self.config, device=self.device, room=engine_memory, **ids)
+            engine = self.engine = self.shared.build_engine(make)
             description["engine"] = engine.description
             description["engine_dtype"] = str(engine.dtype).removeprefix("torch.")
         if self.role != "rollout worker":
