@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.architectures import cannot_be_split
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
@@ -190,9 +191,11 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def read_inputs(options: argparse.Namespace) -> Inputs:
-    """Read the tokenizer and check the rows. Raises DataError or ModelError."""
+    """Read the tokenizer and check model and rows. Raises DataError, ModelError or ConfigError."""
     path, key = options.ckpt_path, "FILE"
     check_model_folder("--ckpt-path", path)
+    if rule := cannot_be_split(read_config(path, options.trust_remote_code, {}), options.tp_size):
+        raise ConfigError("--tp-size", f"{rule} ({path})", options.tp_size)
     tokenizer = load_tokenizer(path, options.trust_remote_code)
     ends = stop_token_ids(path, tokenizer)
     if not ends:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_gkd.compat.vllm.architectures import cannot_be_served, unknown_arguments
+from hybrid_gkd.compat.vllm.architectures import cannot_be_served, cannot_be_split, unknown_arguments
 from hybrid_gkd.compat.vllm.versions import vllm_available, vllm_version
 from hybrid_gkd.config import REWARD_MODEL_PATH, UNNAMED, Config, ModelConfig, RunTeacher, run_teachers
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
@@ -77,6 +77,8 @@ def student(facts: Facts) -> str:
         given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
         check_arguments("actor_rollout_ref.rollout.engine_kwargs.vllm", given)
         check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
+        ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        check_split("actor_rollout_ref.rollout", model.path, config, ranks)
     facts.spec = student_spec(config)
     facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
     check_topk(facts)
@@ -192,6 +194,7 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
         check_arguments("actor_rollout_ref.teacher.engine_kwargs.vllm", section.engine_kwargs.vllm)
         check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
+        check_split(UNNAMED, path, config, section.tensor_model_parallel_size)
     if teacher.key not in facts.other_tokenizers:
         check_rows("teacher", path, rows, facts, of_teacher=teacher.key)
     check_teacher_weights(path, config)
@@ -340,6 +343,13 @@ def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], 
     hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
     if "hf_overrides" not in given and (reason := cannot_be_served(hf_config)):
         raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} uses transformers")
+
+
+def check_split(section: str, path: str, config: Config, ranks: int) -> None:
+    """Raise ConfigError if vLLM cannot split the model over `ranks` GPUs; `section`: that of the engine's keys."""
+    hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
+    if rule := cannot_be_split(hf_config, ranks):
+        raise ConfigError(f"{section}.tensor_model_parallel_size", f"{rule} ({path})", ranks)
 
 
 def check_arguments(key: str, given: Mapping[str, Any]) -> None:

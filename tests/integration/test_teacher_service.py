@@ -386,6 +386,10 @@ def test_the_service_ends_with_its_parent_and_their_keys_are_deleted(model_path,
         (["--ckpt-path", "{model}", "--keys", "/no/keys"], "/no/keys: a folder of keys must have one .key_secret file"),
         (["--ckpt-path", "{model}", "--port", "{taken}"], "--port {taken}: cannot bind .* another process uses it"),
         (["--ckpt-path", "{model}", "--tp-size", "2"], "--tp-size 2: tensor parallelism needs --backend vllm"),
+        pytest.param(
+            ["--ckpt-path", "{model}", "--backend", "vllm", "--tp-size", "3"],
+            "--tp-size 3: must divide the model's 2 attention heads", marks=needs_vllm,
+        ),
         (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: must be auto or float32 on the CPU"),
     ],
 )

@@ -41,6 +41,18 @@ def cannot_be_served(hf_config: Any) -> str | None:
     return f"vLLM has no {names[0]}, and the attention of transformers' one cannot be replaced"
 
 
+def cannot_be_split(hf_config: Any, ranks: int) -> str | None:
+    """Return the rule that vLLM's tensor parallelism over `ranks` breaks; None without one."""
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or ranks
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    if heads % ranks:
+        return f"must divide the model's {heads} attention heads"
+    if pairs % ranks and ranks % pairs:
+        return f"must divide the model's {pairs} key-value heads, or be a multiple of them"
+    return None
+
+
 @functools.cache
 def known_architectures() -> frozenset[str]:
     """Return the names of vLLM's own architectures; empty if they cannot be read."""

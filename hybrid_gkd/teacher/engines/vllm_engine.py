@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.architectures import cannot_be_split
 from hybrid_gkd.compat.vllm.llm import load_llm
 from hybrid_gkd.errors import ModelError, TeacherError, describe_error
 from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
@@ -43,6 +44,8 @@ class VLLMScoringEngine(ScoringEngine):
         config, info = describe_model(options, "vllm")
         super().__init__(info)
         vllm_compat.check_version()
+        if rule := cannot_be_split(config, options.tp_size):
+            raise ModelError(f"--tp-size {options.tp_size}: {rule} ({options.ckpt_path})")
         self._items: dict[str, Item] = {}
         self._names = map(str, itertools.count())
         self._adapters = dict(options.adapters)

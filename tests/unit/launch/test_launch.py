@@ -743,6 +743,20 @@ def test_an_architecture_that_vllm_cannot_serve_is_refused_with_the_engine_that_
     assert "the run will start" in inputs.teacher(Facts(config))
 
 
+def test_heads_that_the_ranks_of_an_engine_cannot_share_are_refused_by_the_key(tmp_path):
+    config = runnable(tmp_path, "actor_rollout_ref.rollout.name=vllm")
+    arr, rule = config.actor_rollout_ref, r"tensor_model_parallel_size: must divide the model's 2 attention .*; got 3"
+    arr.rollout.tensor_model_parallel_size = 3
+    with pytest.raises(ConfigError, match=rf"^actor_rollout_ref\.rollout\.{rule}"):
+        inputs.student(Facts(config, engine="vllm"))
+    config.distillation.enabled = True
+    arr.teacher.model.path, arr.teacher.backend, arr.teacher.tensor_model_parallel_size = arr.model.path, "vllm", 3
+    with pytest.raises(ConfigError, match=rf"^actor_rollout_ref\.teacher\.{rule}"):
+        inputs.teacher(Facts(config, device="cuda", gpus=8))
+    arr.teacher.tensor_model_parallel_size = 2
+    assert "the run will start" in inputs.teacher(Facts(config, device="cuda", gpus=8))
+
+
 def test_positions_that_a_teachers_own_prompts_need_are_counted():
     overrides = ("data.max_prompt_length=32", "data.max_response_length=16", "data.teacher_prompt_key=hint")
     config = tiny_config(*overrides, "data.max_teacher_prompt_length=90")

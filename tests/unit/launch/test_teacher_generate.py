@@ -160,6 +160,7 @@ def test_usage_errors(parsed, capsys, arguments, message):
             r"^FILE: row 1 of the data has 'x' in the column 'of' \(--reward-fn-key\), for which --reward=by_data_s"),
         (["--reward=gsm8k", "--answer-key=b"], [{"prompt": "a", "b": "4"}, {"prompt": "c", "b": "none"}],
             "^FILE: row 2 of the data: the gsm8k reward needs a number in every answer; got 'none'"),
+        (["--tp-size=3"], None, r"^--tp-size: must divide the model's 2 attention heads \(.*\); got 3"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_loads(parsed, monkeypatch, arguments, rows, message):

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_gkd.compat.vllm import architectures
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.compat.vllm.architectures import cannot_be_served, known_architectures
+from hybrid_gkd.compat.vllm.architectures import cannot_be_served, cannot_be_split, known_architectures
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 ASKED = [
@@ -31,6 +31,19 @@ print(json.dumps([sorted(ModelRegistry.models), [resolve(name) for name in json.
 
 def served(*names, **fields):
     return cannot_be_served(SimpleNamespace(architectures=list(names), **fields)) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "pairs", "ranks", "rule"),
+    [
+        (8, 8, 1, None), (8, 8, 4, None), (8, 2, 4, None), (40, 10, 5, None), (None, None, 3, None),
+        (6, 2, 4, "must divide the model's 6 attention heads"),
+        (40, 10, 4, "must divide the model's 10 key-value heads, or be a multiple of them"),
+    ],
+)  # fmt: skip
+def test_tensor_parallelism_needs_whole_heads_of_each_rank(heads, pairs, ranks, rule):
+    text = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=pairs)
+    assert cannot_be_split(SimpleNamespace(get_text_config=lambda: text), ranks) == rule
 
 
 @pytest.mark.slow
