@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
 
+from hybrid_gkd.config.flat import flat
 from hybrid_gkd.reporting.logs import TIME
+from hybrid_gkd.reporting.metric_table import held_out_reward
 from hybrid_gkd.types import Generation, RunInfo
 
 PLAIN_LINE_SECONDS = 5.0
@@ -24,6 +26,7 @@ class Console:
 
     def __init__(self, info: RunInfo):
         self._stream, self._style = sys.stderr, info.config["trainer"]["console"]
+        self._held_out = held_out_reward(flat(info.config))
         self._total, self._start = info.total_steps, info.start_step
         self._step, self._started, self._last_line = self._start, time.monotonic(), -math.inf
         self._prompt: str | None = None
@@ -47,7 +50,8 @@ class Console:
         summary = [f"{label} {metrics[name]:.4f}" for name, label in signal.items() if name in metrics][:1]
         if "perf/tokens_per_second" in metrics:
             summary.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
-        held_out = [f"held-out accuracy {metrics['val/accuracy']:.1%}"] if "val/accuracy" in metrics else []
+        name, form = self._held_out
+        held_out = [f"held-out {name} {metrics['val/accuracy']:{form}}"] if "val/accuracy" in metrics else []
         if "val/forward_kl" in metrics:
             held_out.append(f"held-out KL {metrics['val/forward_kl']:.4f}, reverse {metrics['val/reverse_kl']:.4f}")
         if self._bar is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.reporting.metric_table import data_source_of
+from hybrid_gkd.config.flat import flat
+from hybrid_gkd.config.teachers import compares_in_validation
+from hybrid_gkd.reporting.metric_table import data_source_of, held_out_reward
 
 
 def final_table(
@@ -103,10 +106,11 @@ def _results(
     if validates and config.has_reward_functions:
         known = {"teacher": teacher_accuracy} if distils else {}
         known |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
-        rows += [(f"held-out accuracy: {who}", show(accuracy, ".1%")) for who, accuracy in known.items()]
+        name, form = held_out_reward(flat(asdict(config)))
+        rows += [(f"held-out {name}: {who}", show(value, form)) for who, value in known.items()]
     if validates and config.uses_reward_model:
         rows.append(("val/reward_model, before and after", change("val/reward_model")))
-    if validates and distils:
+    if compares_in_validation(config):
         rows += [(f"{name}, before and after", change(name)) for name in ("val/forward_kl", "val/reverse_kl")]
     trained = ["actor/kl_loss"] if distils else []
     reward = "reward/all_groups" if config.algorithm.filter_groups.enable else "reward/mean"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from hybrid_gkd.config.learning import REWARD_FUNCTIONS
 from hybrid_gkd.offload.residency import EMA, FROZEN, MEMORY_OWNERS, MODEL_OWNERS, RESIDENCY
 
 UPDATES = ("update_actor", "update_critic")
@@ -54,7 +56,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/distillation/reverse_kl": ("nats/token", "KL(student, teacher) on the teacher's top-k and the tail"),
     **_expand(
         "actor/distillation/forward_kl/q<n>", "nats/token",
-        "actor/distillation/forward_kl in quarter <n> of each completion", n="1234",
+        "actor/distillation/forward_kl in quarter <n> of the trained tokens of each completion", n="1234",
     ),
     "actor/distillation/<name>/<divergence>": (
         "nats/token", "One of several teachers with distillation.ensemble=sum: kl_loss, forward_kl and reverse_kl, "
@@ -276,6 +278,15 @@ def data_source_of(name: str) -> tuple[str, str]:
         if _in_table(name) not in METRICS and _in_table(short) in METRICS:
             return "/".join(parts[:start]), short
     return "", name
+
+
+def held_out_reward(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a name and a format for `val/accuracy` of a flat configuration: a percentage where it is the fraction of
+    right answers, else a number, which may be negative or above 1."""
+    is_sum = any(key.startswith("reward.functions.") for key in config)
+    is_own = is_sum or config.get("reward.custom_reward_function.path") is not None
+    is_fraction = not is_own and REWARD_FUNCTIONS[config.get("reward.name", "exact_match")]
+    return ("accuracy", ".1%") if is_fraction else ("reward", ".4f")
 
 
 def _in_table(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid_gkd.reporting.final_table import show
+from hybrid_gkd.reporting.metric_table import held_out_reward
 from hybrid_gkd.reporting.report.run_folder import RunFolder
 
 Card = dict[str, Any]
@@ -20,8 +21,9 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
         cards.append(_validated(run, "val/reward_model", "Held-out score", ".3f", "of the reward model", rises=True))
     has_functions = not scores or "val/accuracy" in run.last
     if has_functions and config.get("data.val_files") and config.get("reward.answer_key") is not None:
-        note = f"teacher {teacher:.1%}" if teacher is not None else ""
-        cards.append(_validated(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
+        name, form = held_out_reward(config)
+        note = f"teacher {teacher:{form}}" if teacher is not None else ""
+        cards.append(_validated(run, "val/accuracy", f"Held-out {name}", form, note, rises=True))
     if config.get("distillation.enabled", True):
         if "val/forward_kl" in run.last:
             note = f"reverse {show(run.last.get('val/reverse_kl'), '.4f')}, nats/token"

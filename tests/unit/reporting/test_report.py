@@ -63,6 +63,23 @@ def test_the_best_checkpoint_has_a_line_where_one_is_asked_for():
     assert table(asked)["best checkpoint by val/forward_kl"] == "—"
 
 
+def test_stored_scores_have_no_held_out_divergence():
+    section = "actor_rollout_ref.teacher"
+    stored = [f"{section}.cache=scores", f"{section}.server_ip=null", "data.response_key=response", *GKD[1:]]
+    assert next(iter(table(stored))) == "actor/kl_loss, first and last step"
+
+
+@pytest.mark.parametrize(
+    "reward",
+    ["reward.functions={custom: 1.0, length: 0.5}", "reward.custom_reward_function.path=f.py", "reward.name=length"],
+)
+def test_a_mean_of_rewards_that_may_be_negative_is_no_percentage(reward):
+    own = ["reward.custom_reward_function.path=f.py"] if "custom:" in reward else []
+    found = table([*PPO, GKD[1], reward, *own], first={"val/accuracy": -0.1016}, last={"val/accuracy": 1.5})
+    assert list(found.items())[:2] == [("held-out reward: student before", "-0.1016"),
+                                       ("held-out reward: student after", "1.5000")]  # fmt: skip
+
+
 def test_what_is_unknown_is_a_dash():
     found = table([*GKD, "reward.answer_key=answer"])
     assert found["wall time"] == "1:00"

@@ -276,6 +276,17 @@ def test_console_on_a_terminal_is_a_bar(monkeypatch):
     assert "step 2: held-out accuracy 50.0%" in text
 
 
+def test_console_shows_a_reward_of_your_own_as_a_number(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    run = info(total_steps=4)
+    run.config["reward"] = {"name": "exact_match", "custom_reward_function": {"path": "f.py"}}
+    console = Console(run)
+    console.log({"val/accuracy": -1.25}, 2)
+    console.close(failed=False)
+    assert "step 2: held-out reward -1.2500" in stream.getvalue()
+
+
 def test_a_terminal_shows_one_sample_of_a_validation_cut_to_its_width(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
