@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybrid_gkd.runtime.environment import environment
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,16 +56,12 @@ def private_token(file: Path) -> Iterator[None]:
     with open(file, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as written:
         written.write(secrets.token_hex(32))
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")  # the last one would replace the file
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
-    reread()
+    variables = dict.fromkeys(names) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
     try:
-        yield
+        with environment(variables):
+            reread()
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
         reread()
 
 

@@ -18,6 +18,7 @@ import ray
 from hybrid_gkd.compat.ray import on_loopback, private_token
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError, describe_error
+from hybrid_gkd.runtime.environment import environment
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.liveness import forget_ray, lost_process, watch_ray
 from hybrid_gkd.workers.own_cluster import joining_group, own_group, private_folder
@@ -77,6 +78,9 @@ def ray_cluster(config: Config, device: str, run_dir: Path | None = None) -> Ite
         if folder is not None:
             group = guarded
             stack.enter_context(private_token(folder / "token"))
+            # The engines' sockets end with the cluster, whose workers are killed.
+            place = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))
+            stack.enter_context(environment({"VLLM_RPC_BASE_PATH": place}))
             # Below the private folder: Ray opens its own to everyone.
             # Ray starts processes before they are asked for: no more than workers, not one for each core.
             at_once = {"worker_maximum_startup_concurrency": config.workers_per_node}

@@ -47,6 +47,7 @@ def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afte
                 assert environment["RAY_AUTH_MODE"] == "token"
                 assert environment["RAY_AUTH_TOKEN_PATH"] == str(token)
                 assert "RAY_AUTH_TOKEN" not in environment
+                assert environment["VLLM_RPC_BASE_PATH"] == str(folder)  # of sockets that killed workers leave
                 sockets = {one.laddr for one in each.net_connections(kind="unix") if one.laddr.startswith("/")}
                 assert all(Path(path).is_relative_to(folder) for path in sockets), sockets
                 if each.name() == "raylet":
