@@ -407,9 +407,11 @@ def _several_teachers(config: Config) -> Rules:
     )
     if not has_several_teachers(config):
         return
-    unused = unnamed == TeacherConfig(overlap_rollout=unnamed.overlap_rollout)
-    yield f"{UNNAMED}.model.path", unnamed.is_set or unused, (
-        f"must be set, or server_ip, with other keys of {UNNAMED}: each teacher of {NAMED} has its own; only "
+    default = TeacherConfig(overlap_rollout=unnamed.overlap_rollout)
+    names = [field.name for field in dataclasses.fields(default)]
+    unused = [name for name in names if getattr(unnamed, name) != getattr(default, name)]
+    yield f"{UNNAMED}.model.path", unnamed.is_set or not unused, (
+        f"must be set, or server_ip, with {', '.join(unused)} of {UNNAMED}: each teacher of {NAMED} has its own; only "
         "overlap_rollout is for all"
     )
     mixes = config.distillation.ensemble != "none"
