@@ -19,8 +19,8 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
     scores = bool(config.get("reward_model.enable"))
     if scores and config.get("data.val_files"):
         cards.append(_validated(run, "val/reward_model", "Held-out score", ".3f", "of the reward model", rises=True))
-    has_functions = not scores or "val/accuracy" in run.last
-    if has_functions and config.get("data.val_files") and config.get("reward.answer_key") is not None:
+    has_functions = "val/accuracy" in run.last or (not scores and config.get("reward.answer_key") is not None)
+    if has_functions and config.get("data.val_files"):
         name, form = held_out_reward(config)
         note = f"teacher {teacher:{form}}" if teacher is not None else ""
         cards.append(_validated(run, "val/accuracy", f"Held-out {name}", form, note, rises=True))

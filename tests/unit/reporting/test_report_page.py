@@ -173,6 +173,14 @@ def test_the_best_validation_is_named_where_it_is_not_the_last(tmp_path):
     }  # fmt: skip
 
 
+def test_a_reward_of_ones_own_is_no_fraction_and_needs_no_right_answers(tmp_path):
+    config = "data: {val_files: [a]}\nreward: {custom_reward_function: {path: mine.py}}\n"
+    (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
+    rows = [{"step": 0, "val/accuracy": -0.1}, {"step": 10, "val/accuracy": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert cards(data_of(tmp_path))["Held-out reward"]["value"] == "-0.1000 → 1.5000"
+
+
 def test_a_row_that_a_crash_cut_short_is_left_out(tmp_path):
     row = '{"step": 3, "prompt": "p", "response": "r", "answer": null, "reward": null}\n'
     (tmp_path / "generations.jsonl").write_text(f"{row}{row[:30]}{row}{row[:20]}\n{row}", encoding="utf-8")
