@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import math
 import operator
 import os
 import pickle
@@ -331,11 +332,16 @@ def _normalise(config: Config) -> list[ConfigError]:
         if teacher.num_microbatches is None:
             teacher.num_microbatches = TeacherConfig.num_microbatches
     if isinstance(config.data.train_files, dict):
-        config.data.train_files, weights = map(list, zip(*config.data.train_files.items(), strict=True))
+        weights, config.data.train_files = config.data.train_files, list(config.data.train_files)
         try:
-            config.data.train_weights = [float(weight) for weight in weights]
+            fractions = [float(weight) for weight in weights.values()]
         except (TypeError, ValueError):
-            problems.append(ConfigError("data.train_files", "must map each file to a number, its weight", weights))
+            fractions = [math.nan]
+        if all(0 < fraction <= 1 for fraction in fractions):
+            config.data.train_weights = fractions
+        else:
+            rule = "must map each file to its weight, above 0 and at most 1"
+            problems.append(ConfigError("data.train_files", rule, weights))
     for name in ("train_files", "val_files"):
         value = getattr(config.data, name)
         files = [value] if isinstance(value, str) and value else (value or [])
