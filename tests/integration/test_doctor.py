@@ -71,8 +71,8 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
         "versions", "folders", "engine", "device", "loss", "student", "reward", "trackers", "tokenizers", "files",
-        "data", "checkpoint", "critic", "reference", "reward model", "teacher", "compatibility", "disk", "plan",
-        "placement", "GPU memory", "all-reduce", "self-test",
+        "data", "unused keys", "checkpoint", "critic", "reference", "reward model", "teacher", "compatibility", "disk",
+        "plan", "placement", "GPU memory", "all-reduce", "self-test",
     ]
     assert "as its own teacher has a divergence of" in text
     for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "on the CPU"):
