@@ -39,7 +39,6 @@ from hybrid_gkd.models.tokenizer import decode, load_tokenizer, num_token_ids, s
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.engine import generate_samples as samples_of
-from hybrid_gkd.runtime.environment import temporary_folder
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
@@ -175,7 +174,6 @@ def generate(options: argparse.Namespace) -> int:
             rule = "must score one completion at a time: which completions form a list would depend on timing"
             raise ConfigError("--reward", rule, options.reward)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(temporary_folder())
         file = CompletionFile(Path(options.out), stored_arguments(options, inputs))
         stack.enter_context(contextlib.closing(file))
         requests = missing_requests(options, inputs.tasks, file.done)

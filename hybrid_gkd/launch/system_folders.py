@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 SOCKET_BYTES = 107
 """Maximum length of a socket path on Linux."""
 RAY_BYTES = len("/gkd_12345678/r/session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store")
-VLLM_BYTES = len("/hybrid_gkd_12345678/00000000-0000-0000-0000-000000000000")
+VLLM_BYTES = len("/00000000-0000-0000-0000-000000000000")
 """Length of the socket names that Ray and vLLM append to their folder."""
 
 

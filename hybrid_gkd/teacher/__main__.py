@@ -26,7 +26,6 @@ from pathlib import Path
 import msgspec
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError, describe_error
-from hybrid_gkd.runtime.environment import temporary_folder
 from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
@@ -127,19 +126,18 @@ class Service:
 def serve(arguments: argparse.Namespace) -> int:
     if arguments.keys and arguments.insecure:
         raise TeacherError("--keys, --insecure: expected one of them, got both")
-    with temporary_folder():
-        service = Service(arguments, None if arguments.insecure else Path(arguments.keys or default_keys()))
-        signal.signal(signal.SIGTERM, service.on_signal)
-        signal.signal(signal.SIGINT, service.on_signal)
-        try:
-            service.broker.run(service.keep_running)
-        except WorkerFailed as error:
-            if not error.reported:
-                raise TeacherError(f"{arguments.ckpt_path}: {error}") from error
-            return 1
-        finally:
-            service.supervisor.stop()
-            service.broker.close()
+    service = Service(arguments, None if arguments.insecure else Path(arguments.keys or default_keys()))
+    signal.signal(signal.SIGTERM, service.on_signal)
+    signal.signal(signal.SIGINT, service.on_signal)
+    try:
+        service.broker.run(service.keep_running)
+    except WorkerFailed as error:
+        if not error.reported:
+            raise TeacherError(f"{arguments.ckpt_path}: {error}") from error
+        return 1
+    finally:
+        service.supervisor.stop()
+        service.broker.close()
     return 0
 
 

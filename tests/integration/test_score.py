@@ -110,8 +110,9 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
             take(scorer, [(task, given_sample(task, 1, 0.0))])
     assert found.keys() == expected.keys()
     for each, scores in found.items():
-        for name in ("ids", "logprobs", "tail_logprobs", "sampled_logprobs"):
-            np.testing.assert_array_equal(getattr(scores, name), getattr(expected[each], name))
+        np.testing.assert_array_equal(scores.ids, expected[each].ids)
+        for name in ("logprobs", "tail_logprobs", "sampled_logprobs"):  # their batches had other sequences
+            np.testing.assert_allclose(getattr(scores, name), getattr(expected[each], name), rtol=1e-5, atol=1e-6)
 
 
 def take(scorer, pairs):

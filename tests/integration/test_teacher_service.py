@@ -142,15 +142,6 @@ def test_whole_vocabulary(model_path, tmp_path, reference):
 
 
 @needs_vllm
-def test_an_ended_service_leaves_no_temporary_files(model_path, tmp_path):
-    (tmp_path / "t").mkdir()
-    environment = {"TMPDIR": f"{tmp_path}/t"}
-    with running(model_path, log_path=tmp_path / "log", options=VLLM, environment=environment, start_timeout=TIMEOUT):
-        assert [each.name[:11] for each in (tmp_path / "t").iterdir()] == ["hybrid_gkd_"]
-    assert not list((tmp_path / "t").iterdir())
-
-
-@needs_vllm
 def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, reference):
     batch = make_readings(30)
     for temperature in (1.0, 0.6):

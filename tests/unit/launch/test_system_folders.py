@@ -30,7 +30,7 @@ def test_a_home_that_cannot_be_written_is_a_warning_with_the_variables(monkeypat
     assert "TRITON_CACHE_DIR" in caplog.text
 
 
-@pytest.mark.parametrize(("variable", "length", "most"), [("RAY_TMPDIR", 29, 28), ("TMPDIR", 51, 50)])
+@pytest.mark.parametrize(("variable", "length", "most"), [("RAY_TMPDIR", 29, 28), ("TMPDIR", 71, 70)])
 def test_a_folder_that_is_too_long_for_a_socket_is_named_with_its_length(monkeypatch, variable, length, most):
     monkeypatch.setenv("TMPDIR", "/tmp")
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
