@@ -87,7 +87,7 @@ MANY = {
     "opd": Method(title="on-policy distillation"),
     "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
     "opd_rewards": Method(
-        title="on-policy distillation, rewards last", settings=grid((5e-4, 1e-3, 3e-4), (8, 16)),
+        title="on-policy distillation with rewards", settings=grid((5e-4, 1e-3, 3e-4), (8, 16)),
         overrides="distillation.use_task_rewards=true distillation.distillation_loss_coef=0.3 "
         f"distillation.distillation_loss_coef_schedule=cosine data.train_batch_size=${{by_device:64,8}} {ROLLOUT}.n=4",
     ),
@@ -114,7 +114,7 @@ FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sf
     "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16))),
     "opd_rewards": replace(MANY["opd_rewards"], settings=grid((1e-3, 3e-4, 1e-4), (4, 8))),
     "sft_opd": Method(  # the warm start is the best SFT of this regime
-        title="SFT on the data's solutions, then on-policy distillation", given="data",
+        title="SFT on the data, then on-policy", given="data",
         settings=grid((3e-4, 1e-3, 1e-4), (16, 32)),
         overrides=f"{GIVEN} distillation.on_policy_fraction=1 trainer.warmup_steps_sft=${{by_device:33,10}} "
         f"{ACTOR}.optim_sft.lr=1e-4 {SFT_COSINE}",

@@ -256,7 +256,8 @@ def section(folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dic
     if searched:
         page = folder / "search" / "README.md"
         page.write_text("\n\n".join(search) + "\n", encoding="utf-8")
-        parts.append(f"Settings are the best of a [search]({os.path.relpath(page, docs)}) with one seed.")
+        link = os.path.relpath(page, docs)
+        parts.append(f"Settings are the best of a [search]({link}) with one seed; others were not searched.")
     return parts
 
 

@@ -315,7 +315,7 @@ def _row(problem: Problem) -> Row:
 def _batches(
     recipe: GPUDemoRecipe, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int, device: str
 ) -> Iterator[list[Sample]]:
-    """Return a model's training batches, with new texts for every step, which worker processes generate with a GPU."""
+    """Return a model's training batches, with new texts for every step; with a GPU, worker processes generate them."""
     from torch.utils.data import DataLoader
 
     workers = max(1, min(8, (os.cpu_count() or 1) - 2)) if device == "cuda" else 0

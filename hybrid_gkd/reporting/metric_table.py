@@ -285,7 +285,7 @@ def held_out_reward(config: Mapping[str, Any]) -> tuple[str, str]:
     right answers, else a number, which may be negative or above 1."""
     is_sum = any(key.startswith("reward.functions.") for key in config)
     is_own = is_sum or config.get("reward.custom_reward_function.path") is not None
-    is_fraction = not is_own and REWARD_FUNCTIONS[config.get("reward.name", "exact_match")]
+    is_fraction = not is_own and REWARD_FUNCTIONS.get(config.get("reward.name", "exact_match"), False)
     return ("accuracy", ".1%") if is_fraction else ("reward", ".4f")
 
 
