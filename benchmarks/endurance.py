@@ -363,11 +363,13 @@ def look(run: Run, page: RunFolder, folder: Path) -> dict[tuple[str, str], float
             values["threads", name], values["file handles", name] = process.num_threads(), process.num_fds()
     values["number", "processes"] = number.total()
     values["number", "/dev/shm entries"] = len(list(Path("/dev/shm").iterdir()))
-    for file in [*run.folder.rglob("*.*"), *(folder / "t").rglob("*.*")]:
-        with contextlib.suppress(OSError):
-            if file.is_file() and "global_step" not in str(file) and "reserved" not in str(file):
-                name = f"{file.parent.name}/{file.name}" if file.is_relative_to(run.folder) else "Ray's logs"
-                values["MiB", name] = values.get(("MiB", name), 0) + file.stat().st_size / 2**20
+    for root in (run.folder, folder / "t"):
+        for at, _, names in os.walk(root):  # Path.rglob fails if the run removes a folder meanwhile
+            for file in (Path(at, name) for name in names if "." in name):
+                with contextlib.suppress(OSError):
+                    if file.is_file() and "global_step" not in str(file) and "reserved" not in str(file):
+                        name = f"{file.parent.name}/{file.name}" if root == run.folder else "Ray's logs"
+                        values["MiB", name] = values.get(("MiB", name), 0) + file.stat().st_size / 2**20
     began = time.monotonic()
     page_data([page])
     values["seconds", "report"] = time.monotonic() - began

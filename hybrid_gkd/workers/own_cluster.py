@@ -30,8 +30,12 @@ if tail -n 1 "$1/starts.jsonl" 2>/dev/null | grep -qv '"end"'; then
     echo "$(date '+%Y-%m-%d %H:%M:%S') ERROR run failed: {KILLED}" >>"$1/run.log"
     echo '{{"end": '"$(date +%s)"', "error": "{KILLED}"}}' >>"$1/starts.jsonl"
 fi
-sleep 1; rm -rf -- "$0"; kill -KILL 0"""
-"""Shell command at the end of a run without shutdown: log it in its folder $1, remove the folder $0, kill its group."""
+sleep 1; setsid sh -c 'kill -s KILL -- "-$0"; sleep 1; rm -rf -- "$1"' $$ "$0"
+rm -rf -- "$0"; kill -KILL 0"""
+"""Shell command at the end of a run without shutdown: log it in its folder $1, kill its group, remove the folder $0.
+
+The folder comes last, since a process that starts creates it again, and so from outside of the group.
+"""
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
 """Grace period for processes to end, and timeout for killed ones to disappear."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
