@@ -99,16 +99,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_config(options: argparse.Namespace) -> Config:
     """Return the configuration of a run on the same data. Raises ConfigError."""
-    teacher, (recipe, _) = "actor_rollout_ref.teacher", examine_config(config_name=options.config_name)
+    (recipe, _), teacher = examine_config(config_name=options.config_name), "actor_rollout_ref.teacher"
     response_key = options.response_key or (recipe.data.response_key if recipe else None) or "response"
-    keys = {
-        "actor_rollout_ref.model.path": options.student or options.ckpt_path, "data.train_files": options.files,
-        "data.prompt_key": options.prompt_key, "data.response_key": response_key,
-        "distillation.topk": options.topk, "trainer.logger": [],
-        "distillation.temperature": options.temperature, f"{teacher}.model.path": options.ckpt_path,
-        f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys,
+    given = {
+        "data.prompt_key": options.prompt_key, "distillation.topk": options.topk,
+        "distillation.temperature": options.temperature,
+        "actor_rollout_ref.model.trust_remote_code": options.trust_remote_code or None,
     }  # fmt: skip
-    known = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items() if value is not None]
+    keys = {key: value for key, value in given.items() if value is not None} | {
+        "actor_rollout_ref.model.path": options.student or options.ckpt_path, "data.train_files": options.files,
+        "data.response_key": response_key, "trainer.logger": [], "distillation.enabled": True,
+        # Null replaces the recipe's: the teacher is that of the command line.
+        f"{teacher}.source": "model", f"{teacher}.model.path": options.ckpt_path, f"{teacher}.server_ip": options.addr,
+        f"{teacher}.keys": options.keys, f"{teacher}.backend": options.backend,
+    }  # fmt: skip
+    known = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
     config = load_config([*known, *options.overrides], config_name=options.config_name)
     config.distillation.teacher_models = {}  # the given teacher scores all completions
     config.data.train_batch_size = 1  # any number of rows will do

@@ -1,8 +1,9 @@
-"""Arguments of `python -m hybrid_gkd.teacher score` that would be ignored."""
+"""Arguments of `python -m hybrid_gkd.teacher score`: those that would be ignored, and the configuration of a run."""
 
 import pytest
 
-from hybrid_gkd.launch.score import parse
+from hybrid_gkd.config import run_teachers
+from hybrid_gkd.launch.score import make_config, parse
 
 SERVICE, OWN = ["--addr=far:15555", "--student=small"], ["--ckpt-path=large"]
 
@@ -27,3 +28,22 @@ def test_what_has_no_effect_is_refused(capsys, arguments, message):
 ])  # fmt: skip
 def test_what_has_an_effect_is_accepted(arguments):
     assert parse(["answers.jsonl", "--out=scores", *arguments]).files == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize("recipe", [
+    "distillation: {enabled: false}",
+    "actor_rollout_ref: {teacher: {server_ip: far, keys: secret}}",
+    "actor_rollout_ref: {teacher: {source: ema}}\ndata: {teacher_prompt_key: hint}",
+])  # fmt: skip
+def test_the_teacher_is_that_of_the_command_line_with_any_recipe(tmp_path, recipe):
+    (tmp_path / "own.yaml").write_text(f"defaults: [gkd]\n{recipe}\n", encoding="utf-8")
+    options = ["answers.jsonl", "--out=scores", f"--config-name={tmp_path / 'own'}"]
+
+    config = make_config(parse([*options, *OWN, "--backend=hf", "--trust-remote-code"]))
+    (teacher,) = run_teachers(config)
+    section = teacher.section
+    assert (section.model.path, section.server_ip, section.keys, section.source) == ("large", None, None, "model")
+    assert section.backend == "hf" and config.actor_rollout_ref.model.trust_remote_code  # also for the checks
+
+    (teacher,) = run_teachers(make_config(parse([*options, *SERVICE])))
+    assert (teacher.section.endpoints, teacher.section.model.path) == (["far:15555"], None)
