@@ -19,6 +19,8 @@ def main() -> int:
     parser.add_argument("--device", choices=tuple(gpu_demo.RECIPES), help="device of gpu_demo; small models on cpu")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.seed < 0:
+        parser.error(f"--seed must not be negative, got {args.seed}")
     if args.device and args.demo != "gpu_demo":
         parser.error("--device is for gpu_demo; the sorting demo is built on the CPU")
     try:
@@ -28,7 +30,7 @@ def main() -> int:
         else:
             recipe = sorting.RECIPES[args.demo]
             paths = sorting.build_demo(args.out, args.seed, force=args.force, recipe=recipe)
-    except HybridGKDError as error:
+    except (HybridGKDError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(paths.manifest.read_text(encoding="utf-8"), end="")

@@ -51,9 +51,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     is_override = re.compile(r"\+*\w+(\.[\w-]+)*=").match
     options.models = list(dict.fromkeys(word for word in options.overrides if not is_override(word)))
     options.overrides = list(filter(is_override, options.overrides))
-    if not options.models or any(override.startswith(f"{MODEL_PATH}=") for override in options.overrides):
+    given = {override.lstrip("+").partition("=")[0] for override in options.overrides}
+    if not options.models or MODEL_PATH in given:
         parser.error(f"name at least one model as an argument (not with {MODEL_PATH})")
-    if options.data and any(override.startswith("data.val_files=") for override in options.overrides):
+    if options.data and "data.val_files" in given:
         parser.error("--data replaces data.val_files; use one of them")
     return options
 

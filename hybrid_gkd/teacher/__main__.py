@@ -126,6 +126,8 @@ class Service:
 def serve(arguments: argparse.Namespace) -> int:
     if arguments.keys and arguments.insecure:
         raise TeacherError("--keys, --insecure: expected one of them, got both")
+    if arguments.ready_file and not os.access(Path(arguments.ready_file).absolute().parent, os.W_OK):
+        raise TeacherError(f"--ready-file {arguments.ready_file}: its folder does not exist or cannot be written to")
     service = Service(arguments, None if arguments.insecure else Path(arguments.keys or default_keys()))
     signal.signal(signal.SIGTERM, service.on_signal)
     signal.signal(signal.SIGINT, service.on_signal)

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.demo import __main__ as command
 from hybrid_gkd.demo import sorting as demo
 from hybrid_gkd.demo.folders import build_once
 from hybrid_gkd.demo.use import used_demos
@@ -101,3 +102,15 @@ def test_a_folder_that_is_no_demo_is_refused_and_left_alone(tmp_path):
         with pytest.raises(ConfigError, match=r"--out.*or a demo"):
             demo.build_demo(tmp_path, force=force)
     assert [file.name for file in tmp_path.iterdir()] == ["demo.json"]
+
+
+def test_a_demo_that_cannot_be_built_has_an_error_in_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["demo", "--out", str(tmp_path / "file" / "demo")])
+    assert command.main() == 1
+    assert str(tmp_path / "file") in (error := capsys.readouterr().err)
+    assert error.startswith("error: ")
+    monkeypatch.setattr("sys.argv", ["demo", "--seed=-1"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--seed must not be negative, got -1" in capsys.readouterr().err

@@ -22,16 +22,17 @@ def test_models_are_told_from_overrides_and_named_once():
     assert (options.json, options.data) == (True, ["x"])
 
 
-@pytest.mark.parametrize("words", [["data.prompt_key=q"], ["a/b", "actor_rollout_ref.model.path=c/d"]])
+@pytest.mark.parametrize("words", [["data.prompt_key=q"], ["a/b", "++actor_rollout_ref.model.path=c/d"]])
 def test_a_model_is_an_argument(words, capsys):
     with pytest.raises(SystemExit):
         parse(words)
     assert "as an argument" in capsys.readouterr().err
 
 
-def test_prompts_are_given_once(capsys):
+@pytest.mark.parametrize("override", ["data.val_files=y", "+data.val_files=y"])
+def test_prompts_are_given_once(capsys, override):
     with pytest.raises(SystemExit):
-        parse(["a/b", "--data", "x", "data.val_files=y"])
+        parse(["a/b", "--data", "x", override])
     assert "--data replaces data.val_files; use one of them" in capsys.readouterr().err
 
 

@@ -43,7 +43,7 @@ def test_the_teacher_is_that_of_the_command_line_with_any_recipe(tmp_path, recip
     (teacher,) = run_teachers(config)
     section = teacher.section
     assert (section.model.path, section.server_ip, section.keys, section.source) == ("large", None, None, "model")
-    assert section.backend == "hf" and config.actor_rollout_ref.model.trust_remote_code  # also for the checks
+    assert (section.backend, config.actor_rollout_ref.model.trust_remote_code) == ("hf", True)
 
     (teacher,) = run_teachers(make_config(parse([*options, *SERVICE])))
     assert (teacher.section.endpoints, teacher.section.model.path) == (["far:15555"], None)

@@ -348,10 +348,11 @@ def test_bad_addresses(address):
         network.endpoint_url(address)
 
 
-def test_a_worker_and_a_service_with_a_bad_address_end_before_the_model_is_loaded(capsys, monkeypatch):
+def test_a_worker_and_a_service_with_a_bad_address_or_file_end_before_the_model_is_loaded(capsys, monkeypatch):
     for arguments, error in (
         ("join --proxy-addr tcp://host:1", "error: 'tcp://host:1' is not a teacher address; expected host:port"),
         ("serve --insecure --host a..b", "error: --host a..b: not an address of this machine"),
+        ("serve --insecure --ready-file /no/ready", "error: --ready-file /no/ready: its folder does not exist or"),
     ):
         monkeypatch.setattr("sys.argv", ["teacher", *arguments.split(), "--ckpt-path", "nothere"])
         assert main() == 1
