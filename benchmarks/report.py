@@ -13,9 +13,10 @@ import argparse
 import contextlib
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-from hybrid_gkd.config.loading import load_config, to_dict
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.reporting.metric_table import METRICS, PATTERNS
 from hybrid_gkd.reporting.report.command import EVERY_SECONDS
 from hybrid_gkd.reporting.report.page import REPORT, write_report
@@ -46,7 +47,7 @@ def measure(steps: int, folder: Path) -> None:
     config = load_config(where, config_name="demo")
     config.run_dir.mkdir(parents=True)
     info = RunInfo(
-        project_name="p", experiment_name="run", run_dir=config.run_dir, config=to_dict(config),
+        project_name="p", experiment_name="run", run_dir=config.run_dir, config=asdict(config),
         total_steps=steps + NEW_STEPS * WRITINGS, resume=False, start_step=0,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config.loading import load_config, to_dict
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.launch.run import write_config
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.starts import recorded_start
@@ -36,7 +37,7 @@ def make_run(
     distils, start = config.distillation.enabled, first - 1
     config.run_dir.mkdir(parents=True, exist_ok=True)
     info = RunInfo(
-        project_name="p", experiment_name=name, run_dir=config.run_dir, config=to_dict(config), total_steps=steps,
+        project_name="p", experiment_name=name, run_dir=config.run_dir, config=asdict(config), total_steps=steps,
         resume=resume, start_step=start,
     )
     place = Placement(

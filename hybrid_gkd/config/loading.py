@@ -2,7 +2,7 @@
 
 `load_config` merges the dataclass defaults with YAML and overrides (OmegaConf structured configs, so unknown keys and
 wrong types are errors), checks every field's rule and the rules between fields, and returns plain dataclasses.
- Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Does not import torch.
+Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Does not import torch.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _defaults() -> bytes:
 
 def to_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML, which `load_config` reads back to the same values."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(config))))
 
 
 def _escaped(value: Any) -> Any:
@@ -155,11 +155,6 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", value)
     return value
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """Return the resolved configuration as nested dictionaries of plain values."""
-    return dataclasses.asdict(config)
 
 
 def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[tuple[Path, Tree]]:

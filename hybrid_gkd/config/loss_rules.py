@@ -20,8 +20,8 @@ def given_answers(config: Config) -> Rules:
     teachers = run_teachers(config)
     for teacher in teachers:
         yield f"{teacher.where}.cache", not (teacher.section.is_stored and config.on_policy_fraction), (
-            "needs a teacher besides (model.path or server_ip) that scores the student's completions; without one set "
-            "data.response_key and no distillation.on_policy_fraction"
+            "needs a teacher (model.path or server_ip) that scores the student's completions; without one, set "
+            "data.response_key and leave distillation.on_policy_fraction out"
         )
     data, loss, given = config.data, config.distillation, "data.response_key"
     yield "data.teacher_prompt_key", data.teacher_prompt_key is None or loss.enabled, "needs distillation.enabled=true"

@@ -74,11 +74,6 @@ def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force
     return DemoPaths.under(root)
 
 
-def teacher_accuracy(paths: DemoPaths) -> float:
-    """Return the teacher's held-out greedy accuracy, measured when the demo was built."""
-    return json.loads(paths.manifest.read_text(encoding="utf-8"))["teacher"]["held_out_accuracy"]
-
-
 def write_rows(file: Path, rows: list[Row]) -> None:
     """Write rows as JSON, one object per line."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

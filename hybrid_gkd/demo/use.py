@@ -7,6 +7,7 @@ with a GPU and b without one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.demo import sorting
-from hybrid_gkd.demo.folders import DemoPaths, teacher_accuracy
+from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo, gpu_demo_dir
 
 
@@ -70,5 +71,5 @@ def demo_teacher_accuracy(config: Config) -> float | None:
         if config.teaches_itself and config.data.teacher_prompt_key == sorting.SOLUTION:
             of_demo = arr.model.path == str(paths.student)
         if of_demo and config.data.val_files == [str(paths.val)]:
-            return teacher_accuracy(paths)
+            return json.loads(paths.manifest.read_text(encoding="utf-8"))["teacher"]["held_out_accuracy"]
     return None

@@ -122,9 +122,5 @@ class Report:
     def _print(self, status: str, name: str, text: str) -> None:
         if status != "ok":
             self.failed.append(name)
-        print(f"{status:4} {name}: {indented(text)}", flush=True)
-
-
-def indented(text: str) -> str:
-    """Return a text of several lines indented below the name of its check."""
-    return text if "\n" not in text else "\n       ".join(["", *text.splitlines()])
+        lines = ["", *text.splitlines()] if "\n" in text else [text]
+        print(f"{status:4} {name}:", "\n       ".join(lines), flush=True)

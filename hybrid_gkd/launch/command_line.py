@@ -10,13 +10,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import NAMED, UNNAMED, Config
 from hybrid_gkd.config.flat import differences, flat
-from hybrid_gkd.config.loading import CONFIG_DIR, examine_config, to_dict
+from hybrid_gkd.config.loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -128,18 +129,20 @@ def changed_from_recipe(config: Config, options: argparse.Namespace) -> tuple[st
     """Return the recipe of a command line and the changes to it: dotted key -> [recipe value, value of this run]."""
     name = options.config_name or default_config_name(options.overrides)
     recipe, _ = examine_config([], config_name=name, config_path=options.config_path)
-    return name, differences(flat(to_dict(recipe or Config())), flat(to_dict(config)))
+    return name, differences(flat(asdict(recipe or Config())), flat(asdict(config)))
 
 
 def set_keys(config: Config, options: argparse.Namespace) -> list[str]:
-    """Return the keys that the user set: to no default, to no value of this repository's recipe, and not to off (0,
-    false or null, where the default is a value)."""
+    """Return the keys whose values differ from the default and from this repository's recipe: those that the user set.
+
+    Keys that are turned off (0, false, or null in place of a default value) are left out.
+    """
     name = options.config_name or default_config_name(options.overrides)
     recipe, _ = examine_config(config_name=name, config_path=options.config_path, only_recipes=True)
     default, _ = examine_config()
-    defaults, chosen = (flat(to_dict(each or Config())) for each in (default, recipe))
+    defaults, chosen = (flat(asdict(each or Config())) for each in (default, recipe))
     found = list[str]()
-    for key, value in flat(to_dict(config)).items():
+    for key, value in flat(asdict(config)).items():
         usual = defaults.get(re.sub(rf"^{re.escape(NAMED)}\.[\w-]+", UNNAMED, key))
         if value not in (usual, chosen.get(key)) and (value or usual is None):
             found.append(key)

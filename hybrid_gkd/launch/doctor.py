@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import shutil
 import sys
 import tempfile
@@ -18,15 +17,14 @@ from pathlib import Path
 from hybrid_gkd.config import RunTeacher, run_teachers
 from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
-from hybrid_gkd.launch.command_line import load, parse, set_keys
+from hybrid_gkd.launch.command_line import load, parse, run_command, set_keys
 from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.each_teacher import for_each_teacher
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.self_test import self_test
-from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
-from hybrid_gkd.reporting.logs import replace_unencodable
+from hybrid_gkd.reporting.logs import silence_console
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -89,21 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code, also after a signal."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments, "python -m hybrid_gkd.doctor", {"--self-test": SELF_TEST})
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("hybrid_gkd.runtime.waiting").setLevel(logging.INFO)
-    replace_unencodable()
-    stopping = Stopping()
-    stopping.install()
-    try:
-        return examine(options)
-    except (KeyboardInterrupt, SystemExit):
-        if stopping.exit_code is None:
-            raise
-        return stopping.exit_code
+    return run_command(lambda stopping: examine(options), debug=options.debug)
 
 
 def examine(options: argparse.Namespace) -> int:
     """Run the checks and print their results; return the exit code, 1 if one failed."""
+    silence_console("hybrid_gkd.runtime.waiting")  # the results of the checks are printed
     try:
         config = load(options)
     except HybridGKDError as error:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ import torch
 
 from hybrid_gkd.compat.vllm.architectures import cannot_be_served, cannot_be_split, unknown_arguments
 from hybrid_gkd.compat.vllm.versions import vllm_available, vllm_version
-from hybrid_gkd.config import REWARD_MODEL_PATH, UNNAMED, Config, ModelConfig, RunTeacher, run_teachers
+from hybrid_gkd.config import (
+    REWARD_MODEL_PATH,
+    UNNAMED,
+    Config,
+    ModelConfig,
+    RolloutConfig,
+    RunTeacher,
+    TeacherConfig,
+    run_teachers,
+)
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors, rename_section
 from hybrid_gkd.launch import data_checks
@@ -74,11 +83,8 @@ def student(facts: Facts) -> str:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} {rule}")
     check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     if facts.engine == "vllm":
-        given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-        check_arguments("actor_rollout_ref.rollout.engine_kwargs.vllm", given)
-        check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
-        ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        check_split("actor_rollout_ref.rollout", model.path, config, ranks)
+        section, instead = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.name=hf"
+        check_vllm("actor_rollout_ref.rollout", section, "actor_rollout_ref.model.path", model.path, config, instead)
     facts.spec = student_spec(config)
     facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
     check_topk(facts)
@@ -192,9 +198,7 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
     needed = config.max_reading_length + 1  # vLLM generates one token in order to score
     rows = check_length("teacher", path, config, needed, {})
     if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
-        check_arguments("actor_rollout_ref.teacher.engine_kwargs.vllm", section.engine_kwargs.vllm)
-        check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
-        check_split(UNNAMED, path, config, section.tensor_model_parallel_size)
+        check_vllm(UNNAMED, section, TEACHER_PATH, path, config, "actor_rollout_ref.teacher.backend=hf")
     if teacher.key not in facts.other_tokenizers:
         check_rows("teacher", path, rows, facts, of_teacher=teacher.key)
     check_teacher_weights(path, config)
@@ -338,24 +342,23 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
     return int(text.vocab_size)
 
 
-def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], instead: str) -> None:
-    """Raise ModelError if vLLM cannot load the model with the `given` arguments; `instead`: setting that can."""
+def check_vllm(
+    where: str, section: RolloutConfig | TeacherConfig, key: str, path: str, config: Config, instead: str
+) -> None:
+    """Check that vLLM has the arguments of `section`, and can load the model at `path` and split it over the GPUs.
+
+    `where`, `key`: those of the section and the path; `instead`: setting that needs no vLLM. Raises ConfigError,
+    ModelError.
+    """
+    given, ranks = section.engine_kwargs.vllm, section.tensor_model_parallel_size
+    if given and (unknown := unknown_arguments(given)):
+        lacks = f"vLLM {vllm_version()} has no argument {', '.join(unknown)}"
+        raise ConfigError(f"{where}.engine_kwargs.vllm", lacks, dict(given))
     hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
     if "hf_overrides" not in given and (reason := cannot_be_served(hf_config)):
         raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} uses transformers")
-
-
-def check_split(section: str, path: str, config: Config, ranks: int) -> None:
-    """Raise ConfigError if vLLM cannot split the model over `ranks` GPUs; `section`: that of the engine's keys."""
-    hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
     if rule := cannot_be_split(hf_config, ranks):
-        raise ConfigError(f"{section}.tensor_model_parallel_size", f"{rule} ({path})", ranks)
-
-
-def check_arguments(key: str, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that vLLM does not have."""
-    if given and (unknown := unknown_arguments(given)):
-        raise ConfigError(key, f"vLLM {vllm_version()} has no argument {', '.join(unknown)}", dict(given))
+        raise ConfigError(f"{where}.tensor_model_parallel_size", f"{rule} ({path})", ranks)
 
 
 def check_teacher_weights(path: str, config: Config) -> None:

@@ -63,8 +63,6 @@ class RunPlan:
     """Lines about steps and loading."""
     checkpoint_bytes: int
     """Disk space of one checkpoint."""
-    steps: int | None
-    """Steps of the whole run; None if unknown."""
 
     def __str__(self) -> str:
         return "\n".join([*self.places, *memory_lines(self), *self.times])
@@ -97,7 +95,7 @@ def make_plan(
         phases=memory.phases(card_bytes), host={name: sum(each[name] for each in first_node) for name in host[0]},
         copy_bytes=tuple(sum(each.values()) for each in host) if saves else None, loaded=loaded,
         places=placement_lines(config, device=device, engine=engine),
-        times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
+        times=(*times, loading_line(loaded, config.experiment_dir.parent)),
         checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
     )  # fmt: skip
 
@@ -139,7 +137,7 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
 
 
 def describe_service(config: Config, teacher: RunTeacher) -> str:
-    """Describe the service that scores a local teacher's rows, and why it shares no earlier one with its model."""
+    """Describe the service that scores a local teacher's rows, and why that is not an earlier one with its model."""
     folder = teacher.section.model.lora_adapter_path
     adapter = f" with the adapter {folder}" if folder is not None else ""
     if teacher.service != teacher.label:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from hybrid_gkd.config import Config, run_teachers, updates_per_step
-from hybrid_gkd.config.loading import to_dict, to_yaml
+from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.errors import CheckpointError, ConfigError, describe_error
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.compatibility import check_confidence, check_same_teacher
@@ -198,11 +199,6 @@ def write_config(config: Config) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
-    """Start the processes of the run and build its trainer; closing `stack` stops them. Raises HybridGKDError."""
-    return Assembly(facts, stack, stopping).build(facts, stack)
-
-
 class Assembly:
     """The parts of a run that outlive its workers: Ray and the teachers. Closing `stack` stops them.
 
@@ -286,13 +282,13 @@ def start_workers(
     Raises HybridGKDError, also if a local teacher ends.
     """
     config, plan = facts.config, facts.plan
-    assert plan.steps is not None
-    prompts, trained = config.data.train_batch_size, max(0, plan.steps - config.trainer.critic_warmup)
+    assert facts.steps is not None
+    prompts, trained = config.data.train_batch_size, max(0, facts.steps - config.trainer.critic_warmup)
     group = WorkerGroup(
         loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, num_ids=facts.num_ids,
         engine_memory=plan.memory.engine_memory, copy_bytes=plan.copy_bytes,
         num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
-        num_critic_updates=plan.steps * updates_per_step(prompts, config.resolved_critic),
+        num_critic_updates=facts.steps * updates_per_step(prompts, config.resolved_critic),
         on_placed=lambda placements: check_placement(plan.memory, placements),
         check=check_teacher, kept=kept,
     )
@@ -320,7 +316,7 @@ def start_tracking(facts: Facts) -> Tracking:
     assert facts.steps is not None
     info = RunInfo(
         project_name=config.trainer.project_name, experiment_name=config.trainer.experiment_name,
-        run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps or facts.steps_done,
+        run_dir=config.run_dir, config=asdict(config), total_steps=facts.steps or facts.steps_done,
         resume=facts.resumption is not None and not config.trainer.val_only, start_step=facts.steps_done,
         device=facts.device,
     )

@@ -13,7 +13,7 @@ from hybrid_gkd.config import AlgorithmConfig, Config, DistillationConfig, Rewar
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
-from hybrid_gkd.launch.run import assemble
+from hybrid_gkd.launch.run import Assembly
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.models.adapters import adapter_config
 
@@ -32,7 +32,7 @@ def self_test(facts: Facts) -> str:
     with tempfile.TemporaryDirectory(prefix="hybrid_gkd_self_test_") as folder, contextlib.ExitStack() as stack:
         own = check_all(self_test_config(facts.config, folder))
         own.config.run_dir.mkdir(parents=True)
-        trainer = assemble(own, stack, Stopping())
+        trainer = Assembly(own, stack, Stopping()).build(own, stack)
         trainer.fit()
         found = trainer.first_metrics["actor/kl_loss"]
     tolerance = TOLERANCE[own.device]

@@ -96,10 +96,10 @@ def model_spec(
 def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool) -> int:
     """Return a lower bound of the numbers per token that a backward pass has in memory at once.
 
-    For T tokens, hidden size D and intermediate size I, the operations of a block keep for their gradients - six of [T,
-    D]: the input and the output of both norms, the queries and the output of the attention; - three of [T, I]: the gate
-    before its activation function, the other factor, and the product of the two. Not counted are keys and values and,
-    without Liger's kernels (fast_layers.py), the gate after its activation function.
+    For T tokens, hidden size D and intermediate size I, a block keeps six tensors [T, D] for its gradients (the input
+    and the output of both norms, the queries and the output of the attention), and three [T, I] (the gate before its
+    activation function, the other factor, and their product). Not counted are keys and values and, without Liger's
+    kernels (fast_layers.py), the gate after its activation function.
 
     Without activation checkpointing all blocks keep theirs. With it a block keeps its input [T, D], and the backward
     pass recomputes one block at a time: that one holds all nine, the first of which is its input.

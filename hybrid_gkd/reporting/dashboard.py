@@ -232,21 +232,21 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "actor/importance/rejected": lambda run: run.algorithm.rollout_rs is not None,
     "actor/importance/": lambda run: run.algorithm.compares_logprobs,
     "actor/pg_loss": lambda run: run.has_advantages,
-    "actor/pg_clipfrac": _has_policy_loss,
-    "actor/ppo_kl": _has_policy_loss,
-    "critic/": lambda run: run.uses_critic,
+    **dict.fromkeys(("actor/pg_clipfrac", "actor/ppo_kl"), _has_policy_loss),
+    **dict.fromkeys(("critic/", "timing/update_critic", "timing/values"), lambda run: run.uses_critic),
     "reward/<name>/mean": lambda run: run.trains_on_rewards and _has_parts(run),
     "reward/failures": lambda run: run.trains_on_rewards and _can_fail(run),
     "reward/greedy": lambda run: run.trains_on_rewards and needs_greedy_samples(run),
     "reward/kl": lambda run: run.algorithm.use_kl_in_reward,
     "reward/teacher": lambda run: _distils(run) and run.distillation.as_reward,
-    "reward/all_groups": _filters_groups,
+    **dict.fromkeys(
+        ("reward/all_groups", "training/num_gen_batches", "training/groups_with_signal"), _filters_groups
+    ),
     "reward/": lambda run: run.trains_on_rewards,
     "reliability/": lambda run: run.trainer.max_restarts > 0,
     "teacher/<key>/": has_several_teachers,
     **dict.fromkeys(("teacher/queue_length", "teacher/engine_busy", "teacher/bytes_per_token"), _has_service),
-    "teacher/": _distils,
-    "timing/get_teacher_knowledge": _distils,
+    **dict.fromkeys(("teacher/", "timing/get_teacher_knowledge", "timing/wait_prev_teacher"), _distils),
     "timing/ref": lambda run: run.uses_reference,
     "timing/reward_model": lambda run: run.uses_reward_model and run.scores_rollouts,
     "timing/reward": lambda run: (
@@ -256,9 +256,6 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "timing/save_checkpoint": lambda run: run.trainer.save_freq > 0 or run.trainer.best_metric is not None,
     "timing/snapshot": lambda run: run.takes_snapshots,
     "timing/testing": _validates,
-    "timing/update_critic": lambda run: run.uses_critic,
-    "timing/values": lambda run: run.uses_critic,
-    "timing/wait_prev_teacher": _distils,
     "timing/wait_prev_gen": lambda run: not _is_hybrid(run),
     "val/accuracy": lambda run: _validates(run) and run.has_reward_functions,
     "val/reward_model": lambda run: _validates(run) and run.uses_reward_model,
@@ -269,13 +266,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     **dict.fromkeys(SEVERAL_SAMPLES, lambda run: (
         _validates(run) and run.has_reward_functions and run.actor_rollout_ref.rollout.val_kwargs.n > 1
     )),
-    "training/num_gen_batches": _filters_groups,
-    "training/groups_with_signal": _filters_groups,
     "val/": _validates,
     **{name: _is_held(name) for name in METRICS if name.startswith(("memory/", "perf/copy/"))},
-    "perf/mfu": _on_gpu,
-    "perf/max_memory_allocated_gb": _on_gpu,
-    "timing/offload": _on_gpu,
+    **dict.fromkeys(("perf/mfu", "perf/max_memory_allocated_gb", "timing/offload"), _on_gpu),
 }
 """Predicates by prefix of a metric's name: whether a run reports it. The first match counts; default: True."""
 

@@ -74,11 +74,11 @@ def replace_unencodable() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def silence_console() -> None:
-    """Limit the console to warnings and errors; run.log stays complete."""
+def silence_console(*shown: str) -> None:
+    """Limit the console to warnings, errors and the records of the loggers `shown`; run.log stays complete."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, ConsoleHandler):
-            handler.setLevel(logging.WARNING)
+            handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name in shown)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_one_alone_is_the_teacher_of_all_rows():
     (["actor_rollout_ref.teacher.max_retries=1", "actor_rollout_ref.teacher.backend=hf"],
      "actor_rollout_ref.teacher.model.path: must be set, or server_ip, with max_retries, backend of actor_rollout_"),
     ([f"{MODELS}={{a.b: {{server_ip: far}}}}"], f"{MODELS}: must have names of letters, digits, - and _; got 'a.b'"),
-    ([f"{MODELS}.a.cache=s", f"{MODELS}.a.model_path=null"], f"{MODELS}.a.cache: needs a teacher besides"),
+    ([f"{MODELS}.a.cache=s", f"{MODELS}.a.model_path=null"], f"{MODELS}.a.cache: needs a teacher (model.path"),
     (["distillation.cross_tokenizer=map"], f"{MODELS}.b.model.path: must be the folder or hub id of the teacher's tok"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused_by_the_teachers_own_key(overrides, message):

@@ -614,13 +614,13 @@ def test_a_start_makes_its_plan_once_and_asks_once_what_the_machine_has(tmp_path
     monkeypatch.setattr(run, "WorkerGroup", start)
     facts.config.run_dir.mkdir(parents=True)
     with contextlib.ExitStack() as stack, pytest.raises(Begun):
-        run.assemble(facts, stack, Stopping())
+        run.Assembly(facts, stack, Stopping()).build(facts, stack)
     assert calls == {"make_plan": 1, "plan_memory": 1, "device_count": 1, "model_spec": 2, "phases": 2}
     assert started["copy_bytes"] == (sum(facts.plan.host.values()),) != (0,)
     assert pickle.loads(pickle.dumps(facts.plan)) == facts.plan
     assert started["engine_memory"] == facts.plan.memory.engine_memory
     with pytest.raises(dataclasses.FrozenInstanceError):
-        facts.plan.steps = 3
+        facts.plan.gpu_bytes = 3
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from hybrid_gkd.__main__ import main
-from hybrid_gkd.launch import command_line, preflight, restarts, run
+from hybrid_gkd.launch import command_line, doctor, preflight, restarts, run
 from hybrid_gkd.launch.checks import Check, Report
 from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.logs import RUN_LOG
@@ -153,3 +153,20 @@ def test_a_dry_run_names_the_place_of_a_plain_exception(capsys, monkeypatch, tmp
     assert re.fullmatch(r"FAIL first: unexpected error in .*run_all: Exception: planted here; traceback: /.*", lines[0])
     assert lines[1] == "ok   second: fine"
     assert report.failed == ["first"]
+
+
+def test_an_unexpected_error_of_the_doctor_is_one_line_and_with_debug_its_traceback(tmp_path, monkeypatch, capsys):
+    def fail(options):
+        raise RuntimeError("seam")
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(doctor, "load", fail)
+    try:
+        assert doctor.main([]) == 1
+        assert re.fullmatch(r"error: unexpected error in .*RuntimeError: seam; .*\n", capsys.readouterr().err)
+        assert doctor.main(["--debug"]) == 1
+        assert "Traceback" in capsys.readouterr().err
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
