@@ -21,10 +21,9 @@ def arrange() -> None:
     Other programs that import this package are not affected. Raises SystemExit: a folder of PYTHONPATH has a file named
     like a module of the standard library, which every process would import instead.
     """
-    given = sys.orig_argv
-    if any(os.path.basename(word) == RAY_WORKER for word in given):
+    if any(os.path.basename(word) == RAY_WORKER for word in sys.orig_argv):
         put_last(sys.path[0])  # the driver's working directory
-    elif "-m" in given and given[given.index("-m") + 1].partition(".")[0] == PROGRAM:
+    elif is_own_program():
         put_last(os.getcwd())
         os.environ[SAFE_PATH] = "1"
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -37,6 +36,12 @@ def arrange() -> None:
                 f"error: PYTHONPATH: {file} has the name of a module of Python's standard library, which it would "
                 "replace in every process; rename it, or remove its folder from PYTHONPATH"
             )
+
+
+def is_own_program() -> bool:
+    """Return whether this process is `python -m hybrid_gkd` or one of its further commands."""
+    given = sys.orig_argv
+    return "-m" in given and given[given.index("-m") + 1].partition(".")[0] == PROGRAM
 
 
 def put_last(folder: str) -> None:

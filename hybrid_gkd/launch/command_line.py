@@ -21,7 +21,7 @@ from hybrid_gkd.config.loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.reporting.logs import describe_unexpected, log_to_console, replace_unencodable, silence_console
+from hybrid_gkd.reporting.logs import describe_unexpected, log_to_console, silence_console
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,6 @@ def _folder(path: str) -> Path:
 def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
     """Run a command with console logging; return the exit code, also after a signal. Errors are printed in one line."""
     log_to_console()
-    replace_unencodable()
     stopping, code = Stopping(), 0
     stopping.install()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import sys
 import tempfile
@@ -66,12 +65,6 @@ def log_to_console() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(), early])
     logging.captureWarnings(True)
     PACKAGE.setLevel(logging.DEBUG)
-
-
-def replace_unencodable() -> None:
-    """Make standard output print ? for characters that its encoding lacks, instead of raising an error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def silence_console(*shown: str) -> None:

@@ -15,7 +15,7 @@ import hybrid_gkd
 from hybrid_gkd.runtime.imports import gc_paused, install_command
 
 ROOT = Path(hybrid_gkd.__file__).parent
-ROOMS = ["search_path", "", *"""
+ROOMS = ["search_path", "standard_streams", "", *"""
 process_limits errors types runtime compat losses config models data offload rollout student demo teacher teacher_client
 workers scoring ppo trainer reporting testing launch doctor metrics report evaluate __main__
 """.split()]
