@@ -64,6 +64,8 @@ class PlacedWorkers:
         config = facts.config
         self._stack.enter_context(ray_cluster(config, facts.device))
         self.logs = Path(tempfile.mkdtemp(prefix="hybrid_gkd_doctor_"))
+        # Kept after an error of a check, which names its files, but not after an interruption.
+        self._stack.push(lambda kind, *_: shutil.rmtree(self.logs, ignore_errors=True) if kind else None)
         group = WorkerGroup(config, device=facts.device, load=False, log_folder=self.logs)
         self.group = self._stack.enter_context(contextlib.closing(group))
         refuse_teacher_gpu(facts.local_teachers, group.placements)
@@ -79,7 +81,7 @@ class PlacedWorkers:
     def all_reduce(self, facts: Facts) -> str:
         """Raise WorkerError naming the workers that did not answer."""
         self.group.all_reduce(Timeout(ALL_REDUCE_SECONDS))
-        shutil.rmtree(self.logs, ignore_errors=True)  # kept after an error, which names its files
+        shutil.rmtree(self.logs, ignore_errors=True)
         return "; ".join(f"{pool.size} {pool.role}(s) reach each other" for pool in self.group.pools)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import tempfile
 
 from hybrid_gkd.config import AlgorithmConfig, Config, DistillationConfig, RewardConfig, RewardModelConfig
 from hybrid_gkd.errors import TrainingError
@@ -16,6 +15,7 @@ from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.run import Assembly
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.models.adapters import adapter_config
+from hybrid_gkd.runtime.processes import temporary_folder
 
 PROMPTS, TOKENS = 8, 64
 """Maximum number of prompts of the step, and of tokens per completion."""
@@ -29,8 +29,8 @@ def self_test(facts: Facts) -> str:
 
     Raises TrainingError if the divergence is too large, and the errors of a run.
     """
-    with tempfile.TemporaryDirectory(prefix="hybrid_gkd_self_test_") as folder, contextlib.ExitStack() as stack:
-        own = check_all(self_test_config(facts.config, folder))
+    with temporary_folder("hybrid_gkd_self_test_") as folder, contextlib.ExitStack() as stack:
+        own = check_all(self_test_config(facts.config, str(folder)))
         own.config.run_dir.mkdir(parents=True)
         trainer = Assembly(own, stack, Stopping()).build(own, stack)
         trainer.fit()

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from hybrid_gkd.launch.other_tokenizer import make_scorer
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import TeacherPlacement
+from hybrid_gkd.runtime.processes import temporary_folder
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
 from hybrid_gkd.scoring.teacher_mixture import MixtureScorer, SumScorer
 from hybrid_gkd.scoring.teacher_router import TeacherRouter
@@ -202,7 +202,7 @@ class RunTeachers:
         num_threads, taken = threads_per_process(facts.config), set[int]()
         takes_turns, folder = any(place.takes_turns for place in self.places.values()), ""
         if takes_turns:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid_gkd_turns_"))
+            folder = str(stack.enter_context(temporary_folder("hybrid_gkd_turns_")))
         for teacher in run_teachers(loading):
             with rename_section(UNNAMED, teacher.where):
                 if teacher.label in self.places:

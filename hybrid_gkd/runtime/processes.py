@@ -1,8 +1,10 @@
-"""List the members of a process group and wait until they have ended."""
+"""List the members of a process group, wait until they have ended, and remove the folder of a killed process."""
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,3 +43,16 @@ def _wait(running: Callable[[], set[int]], timeout: float) -> set[int]:
     while (left := running()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Create a folder that other users cannot enter, and remove it at the end, also if this process is killed."""
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder, subprocess.Popen(
+        ["sh", "-c", 'read _; rm -rf -- "$0"', folder], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as guard:  # fmt: skip
+        try:
+            yield Path(folder)
+        finally:
+            guard.kill()  # a forked process may still have the other end of its input

@@ -9,13 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import hybrid_gkd
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.runtime.processes import members, wait_for_end
+from hybrid_gkd.runtime.processes import members, temporary_folder, wait_for_end
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher.keys import make_keys
 
@@ -51,9 +50,9 @@ class TeacherProcess:
         self._environment = {**child_environment(), **(environment or {})}
         self._log_path, self._started, self._began = Path(log_path), 0.0, 0.0
         self._start_timeout = Timeout(start_timeout, "actor_rollout_ref.teacher.start_timeout")
-        self._folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")  # with mode 700
-        self._ready_file = Path(self._folder.name) / "ready.json"
-        self.keys = Path(self._folder.name) / "keys" / "client"
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(temporary_folder("hybrid_gkd_teacher_"))
+        self._ready_file, self.keys = folder / "ready.json", folder / "keys" / "client"
         """Folder with the keys of a client; the one of a worker is next to it."""
         server_keys = make_keys(self.keys.parent)[0]
         self._command = [
@@ -61,8 +60,6 @@ class TeacherProcess:
             f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
             *(options or []), f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
         ]
-        self._guard: subprocess.Popen[bytes] | None = None
-        """Removes the folder with the keys at the end of its input, also if this process and the service are killed."""
         self._process: subprocess.Popen[bytes] | None = None
         self._num_restarts = 0
         self.address = self.worker_address = ""
@@ -71,9 +68,6 @@ class TeacherProcess:
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_path.write_bytes(b"")
-        self._guard = subprocess.Popen(
-            ["sh", "-c", 'read _; rm -rf -- "$0"', self._folder.name], stdin=subprocess.PIPE, start_new_session=True
-        )
         self._start()
         return self
 
@@ -102,10 +96,7 @@ class TeacherProcess:
         if self._process is not None:
             with waiting("the teacher of this run to end", Timeout(END_SECONDS)):
                 stop_process(self._process, END_SECONDS)
-        self._folder.cleanup()
-        if self._guard is not None:
-            self._guard.kill()
-            self._guard.communicate(timeout=KILL_SECONDS)
+        self._stack.close()
 
     def wait_ready(self) -> None:
         """Wait for the service's first test reply. Raises TeacherError: it ended, or `start_timeout` has passed."""

@@ -1,10 +1,12 @@
 """Effects of the first and the second signal during training, before it and during the shutdown."""
 
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -42,6 +44,33 @@ def test_the_doctor_has_no_switch_of_a_run(capsys):
 def test_a_signal_ends_the_doctor_with_its_code_and_no_traceback(stopping, monkeypatch, number):
     monkeypatch.setattr(doctor, "load", lambda options: signal.raise_signal(number))
     assert doctor.main([]) == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_doctor_s_code_is_that_of_a_signal_whose_exception_a_library_has_swallowed(stopping, monkeypatch, number):
+    def examine(options):
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            signal.raise_signal(number)
+        return 0
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert doctor.main([]) == 128 + number
+
+
+def test_an_interrupted_doctor_leaves_no_folder(stopping, monkeypatch, tmp_path):
+    """The folder of the workers' logs is kept only after an error, which names its files."""
+
+    def place(*args, **kwargs):
+        assert len(list(tmp_path.iterdir())) == 1
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(doctor, "ray_cluster", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(doctor, "WorkerGroup", place)
+    facts = mock.Mock(device=None)
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        doctor.PlacedWorkers(stack).place(facts)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -142,6 +171,7 @@ def test_a_stopping_that_hangs_is_ended_by_a_further_signal(stopping, monkeypatc
 def test_a_signal_that_the_parent_has_it_ignore_stays_ignored():
     """`nohup` sets signals to be ignored."""
     code = """
+import contextlib
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from hybrid_gkd.launch.stopping import Stopping
