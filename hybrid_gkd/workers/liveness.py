@@ -103,6 +103,13 @@ def check_ray(*, raylet_only: bool = False, at_once: bool = False) -> None:
         each.check(raylet_only=raylet_only, at_once=at_once)
 
 
+def raylet_lost(reason: str) -> RayLost:
+    """Record that Ray counts the raylet of this machine as ended, also if it still accepts connections."""
+    for each in _watched:
+        each.lost = each.lost or RAYLET
+    return RayLost(f"Ray's {RAYLET} on this machine has ended: {reason}")
+
+
 def lost_process() -> str | None:
     """Return the name of the process of Ray that has ended."""
     return next((each.lost for each in _watched if each.lost), None)

@@ -26,7 +26,7 @@ from hybrid_gkd.process_limits import process_limits
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.descriptions import DESCRIPTIONS
-from hybrid_gkd.workers.liveness import RAYLET, RayLost, check_ray, lost_process
+from hybrid_gkd.workers.liveness import RAYLET, RayLost, check_ray, lost_process, raylet_lost
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
@@ -41,6 +41,8 @@ SETTLE_SECONDS = 10.0
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
 NEVER_RAN = "The actor never ran"
 """Beginning of Ray's line after the reason, if a worker's process did not start."""
+OWNER_DIED = "its owner has died"
+"""Ray's reason for the end of workers whose owner, this process, is on a machine that Ray counts as lost."""
 CHANGES_WEIGHTS = ("update", "update_critic")
 Calls = dict[Any, tuple["Pool", int]]
 """Ray reference of a call -> its pool and rank."""
@@ -176,6 +178,8 @@ class Pool:
         except RayError as error:
             check_ray(raylet_only=True, at_once=True)
             what = f"{self.role} {rank} died during {DESCRIPTIONS[method]}: {describe_death(error)}"
+            if OWNER_DIED in str(error):
+                raise raylet_lost(f"{what} ({self._location(rank)})") from error
             raise WorkerDiedError(f"{what} ({self._location(rank)})") from error
 
     def mark_stuck_peers(self, method: str, rank: int, calls: Calls) -> None:

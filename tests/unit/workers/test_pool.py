@@ -1,6 +1,7 @@
 """Which calls are taken for stuck after a failure, and the errors about them, without Ray."""
 
 import inspect
+import socket
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
@@ -8,8 +9,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.process_limits import ProcessLimit
+from hybrid_gkd.workers import liveness
 from hybrid_gkd.workers import pool as pools
 from hybrid_gkd.workers.descriptions import DESCRIPTIONS
+from hybrid_gkd.workers.liveness import RAYLET, Liveness, RayLost
 from hybrid_gkd.workers.pool import Pool
 from hybrid_gkd.workers.worker import Worker
 
@@ -57,6 +60,22 @@ def test_errors_of_a_call_are_described_without_the_name_of_its_method(raised, e
     late = pool.timeout_error("initialize", [0])
     assert "no answer from worker 0 within 600 s (actor_rollout_ref.nccl_timeout) during the loading" in str(late)
     assert "initialize" not in f"{found.value} {late}"
+
+
+def test_workers_that_end_because_their_owner_is_counted_as_lost_have_died_with_its_raylet(tmp_path, monkeypatch):
+    """The owner is this process, so the raylet of its machine has ended, whose socket may still be open."""
+
+    def get(*args, **options):
+        raise RayActorError(error_msg="The actor is dead because its owner has died. Exit detail: node has crashed.")
+
+    monkeypatch.setattr(pools.ray, "get", get)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watched = [Liveness({RAYLET: listener.getsockname()}, 60.0)]
+        monkeypatch.setattr(liveness, "_watched", watched)
+        pool = Pool(Config(), role="worker", log_folder=tmp_path)
+        with pytest.raises(RayLost, match=r"^Ray's raylet on this machine has ended: worker 0 died during .*worker_0"):
+            pool.get("generate", None, 0)
+    assert liveness.lost_process() == RAYLET
 
 
 def test_a_worker_that_never_started_has_rays_reason_the_likely_cause_and_the_limits(tmp_path, monkeypatch):
