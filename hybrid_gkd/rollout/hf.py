@@ -83,8 +83,7 @@ class HFRolloutEngine(RolloutEngine):
         }
         generation = GenerationConfig(
             max_new_tokens=sampling.max_tokens, do_sample=not greedy, eos_token_id=self.stop_token_ids or None,
-            pad_token_id=self.pad, return_dict_in_generate=True, output_logits=sampling.logprobs,
-            **options,
+            pad_token_id=self.pad, return_dict_in_generate=True, output_scores=sampling.logprobs, **options,
         )
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(batch[0].seed)
@@ -94,8 +93,8 @@ class HFRolloutEngine(RolloutEngine):
         tokens = output.sequences[:, width:].cpu().numpy().astype(np.int32)
         logprobs = None
         if sampling.logprobs:
-            logits = torch.stack(output.logits, dim=1).float() / (sampling.temperature or 1.0)
-            logprobs = logits.log_softmax(-1).gather(-1, output.sequences[:, width:, None])[..., 0].cpu().numpy()
+            scores = torch.stack(output.scores, dim=1).float()  # after temperature, top_p and top_k
+            logprobs = scores.log_softmax(-1).gather(-1, output.sequences[:, width:, None])[..., 0].cpu().numpy()
         samples = []
         for row, request in enumerate(batch):
             ends = np.flatnonzero(np.isin(tokens[row], self.stop_token_ids))

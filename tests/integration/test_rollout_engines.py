@@ -93,6 +93,22 @@ def test_samples_are_complete_and_say_which_request_they_are_of(call, models):
     assert {sample.status for sample in samples.values()} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if name != "own"])  # the example refuses top_p and top_k
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.6}])
+def test_log_probabilities_are_those_under_the_distribution_that_is_sampled_from(call, models, limits):
+    """At temperature 2, over the tokens that top_k or top_p leaves."""
+    requests = make_requests(8)
+    for sample in call(engines.draw, requests, dataclasses.replace(DRAWN, temperature=2.0, **limits)).values():
+        with torch.no_grad():
+            logits = models[SEEDS[0]](torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0]
+        probabilities = (logits[sample.positions - 1, :NUM_IDS] / 2).softmax(-1).numpy()
+        for row, token, logprob in zip(probabilities, sample.trained_ids, sample.logprobs, strict=True):
+            order = np.argsort(-row)
+            kept = order[: limits.get("top_k") or np.searchsorted(row[order].cumsum(), limits["top_p"]) + 1]
+            assert token in kept
+            np.testing.assert_allclose(logprob, np.log(row[token] / row[kept].sum()), atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_completions_are_those_of_transformers(call, models):
     requests = make_requests(8)
