@@ -58,8 +58,8 @@ class CheckpointWriter:
         self.step = 0
         self.best: Best | None = None
         """Best validation stored in `newest`; the checkpoint of a later best may have failed."""
-        self.has_snapshot = False
-        """True if the workers have a copy of their state for a checkpoint."""
+        self.copied_for: CheckpointStore | None = None
+        """Store for which the workers have a copy of their state that is not being written yet; None without one."""
         self.snapshots: CheckpointStore | None = None
         """Store of the run's snapshots; None if none are taken, or after one has failed."""
         self.snapshot: tuple[int, Path] | None = None
@@ -74,6 +74,7 @@ class CheckpointWriter:
     def write(self, state: TrainerState) -> None:
         """Write a checkpoint and wait for it. Raises CheckpointError: it failed; earlier ones are intact."""
         self.finish()
+        self.copied_for = None  # the workers drop it
         sums = dict[str, FileSum]()
         with self._store.writing(state, sums) as folder:
             sums |= self._group.save_checkpoint(folder, tokenizer_path=self._tokenizer_path)
@@ -90,16 +91,19 @@ class CheckpointWriter:
         if self.newest is not None and self.newest.resolve() == self._store.folder(self.step).resolve():
             self._store.continue_from(self.step)
 
-    def take_snapshot(self, *, exports: bool = True) -> None:
-        """Wait for the previous checkpoint, then copy the workers' present state; for a snapshot without exports."""
-        self.finish()
-        self._group.take_snapshot(tokenizer_path=self._tokenizer_path if exports else None)
-        self.has_snapshot = exports
+    def take_snapshot(self, store: CheckpointStore | None = None) -> None:
+        """Wait for the previous checkpoint, then copy the workers' present state.
 
-    def start(self, state: TrainerState, store: CheckpointStore | None = None) -> None:
-        """Start to write the copy with the trainer's state of that time; `store`: that of snapshots, for a snapshot."""
-        pending = _PendingCheckpoint(state, store or self._store)
-        self.has_snapshot = False
+        `store`: that of `snapshots`, which have no exports; None: of checkpoints.
+        """
+        self.finish()
+        self._group.take_snapshot(tokenizer_path=self._tokenizer_path if store is None else None)
+        self.copied_for = store or self._store
+
+    def start(self, state: TrainerState) -> None:
+        """Start to write the copy into its store, with the trainer's state of that time."""
+        assert self.copied_for is not None
+        pending, self.copied_for = _PendingCheckpoint(state, self.copied_for), None
         with self._failing(pending):
             self._group.write_snapshot(pending.store.begin(state.step))
             self._writing = pending

@@ -28,7 +28,7 @@ from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
-from hybrid_gkd.ppo.snapshots import NoSnapshots, Snapshots
+from hybrid_gkd.ppo.snapshots import Snapshots
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
@@ -38,7 +38,7 @@ from hybrid_gkd.scoring.critic_stage import CriticStage
 from hybrid_gkd.scoring.reference_scorer import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
-from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
+from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState, prepare_snapshots
 from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, replace_by_id, with_tasks, without_given
 from hybrid_gkd.workers.batches import Batches, mean_metrics
 
@@ -131,7 +131,10 @@ class PPOTrainer:
         self.critic = CriticStage(config, group, self.clock) if config.uses_critic else None
         self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
         self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
-        self.guards, self.snapshots = Guards(), NoSnapshots()
+        self.guards = Guards()
+        self.snapshots = Snapshots(
+            config.trainer.snapshot_freq, self.saving, store, self.clock, state=self._state, continues=self._continues
+        )
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_consistent = True
         """Whether the actor's weights are those of `step`; False during optimizer steps."""
@@ -152,6 +155,7 @@ class PPOTrainer:
                 self._report(self._validate())
         self.clock.take()  # drop the times before the first step
         self.clock.untimed()
+        unfinished = True
         try:
             rollouts = self._rollouts(self.step + 1, self.total_steps)
             while not self.stop_requested() and (rollout := next(rollouts, None)):
@@ -160,11 +164,12 @@ class PPOTrainer:
             if self.step < self.total_steps:
                 self._end_early()
             self.saving.finish()
+            unfinished = self.step < self.total_steps
         except Exception as error:
             self._save_last_state(error)
             raise
         finally:
-            if self.step < self.total_steps:
+            if unfinished:
                 self.saving.log_resume_hint(self.step)
 
     def _train_step(self, rollout: Rollout) -> None:
@@ -387,9 +392,7 @@ class PPOTrainer:
 
     def take_snapshots(self) -> None:
         """Take snapshots from now on. Raises CheckpointError: their folder cannot be created."""
-        self.snapshots = Snapshots(
-            self.config.trainer, self.saving, self.store, self.clock, state=self._state, continues=self._continues
-        )
+        self.saving.snapshots = prepare_snapshots(self.store.run_dir, self.config.trainer.snapshot_dir)
 
     def _continues(self) -> bool:
         return self.step < self.total_steps and not self.stop_requested()
@@ -397,10 +400,10 @@ class PPOTrainer:
     def _save(self) -> None:
         """Save the step: in the background from a snapshot if the workers support it, otherwise synchronously."""
         with self.clock.span("save_checkpoint"):
-            in_background = self.saving.has_snapshot
-            if not in_background and self.group.saves_in_background and self._continues():
+            copied = self.saving.copied_for is self.store
+            if not copied and self.group.saves_in_background and self._continues():
                 self.saving.take_snapshot()
-                in_background = True
+            in_background = self.saving.copied_for is self.store
             (self.saving.start if in_background else self.saving.write)(self._state())
         if not in_background and self._continues():
             self.store.reserve()

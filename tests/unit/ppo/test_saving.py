@@ -112,6 +112,21 @@ def test_a_failure_elsewhere_waits_too_and_saves_the_last_state(tmp_path, caplog
     assert 0 <= caplog.text.find(logged) < caplog.text.find("saved the state after step 3")
 
 
+def test_a_run_whose_last_checkpoint_fails_logs_what_it_resumes_from(tmp_path, caplog):
+    group = RecordingGroup()
+    save = group.save_checkpoint
+
+    def fails(folder, **options):
+        if len(group.updates) == 3:
+            raise CheckpointError(f"cannot write {folder}: No space left on device")
+        return save(folder, **options)
+
+    group.save_checkpoint = fails
+    _, _, failure = fit("sync", 3, tmp_path, "trainer.save_freq=2", group=group)
+    assert "No space left on device" in str(failure)
+    assert f"resume from: {tmp_path / 'global_step_2'}, after step 2; step 3 is lost" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 10])
 def test_a_failed_write_ends_the_run_by_name_and_leaves_the_checkpoint_before(steps, tmp_path):

@@ -146,6 +146,19 @@ def test_the_best_is_a_whole_checkpoint_although_a_snapshot_was_taken(tmp_path):
     assert kept(tmp_path) == []
 
 
+def test_a_checkpoint_of_the_same_step_that_is_not_written_in_the_background_takes_its_place(tmp_path):
+    """A stop is requested during a validation that is the best: the workers drop the copy and have nothing to write."""
+    group = SlowDisk(0)
+    trainer, _, failure = fit_with_snapshots(
+        2, tmp_path, "trainer.save_freq=-1", "trainer.best_metric=val/forward_kl", "trainer.test_freq=1",
+        "data.val_files=unused", "trainer.val_before_train=false", "trainer.snapshot_freq=1", group=group,
+        stop_requested=lambda: any(event[0] == "divergences" for event in group.events),
+    )
+    assert failure is None
+    assert trainer.checkpoint == tmp_path / "global_step_1"
+    assert kept(tmp_path) == []
+
+
 def test_a_run_that_resumes_from_one_knows_its_checkpoint_too(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     options = (*QUIET, "trainer.snapshot_freq=1", "trainer.save_freq=3")
