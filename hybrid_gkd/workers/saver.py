@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -30,6 +31,7 @@ STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
 """Model -> phase in which all of its tensors are on the device."""
 MERGED = "huggingface_merged"
 """Folder in the checkpoint of the student with its adapters merged."""
+T = TypeVar("T")
 Write = Callable[[Path], dict[str, FileSum]]
 """Function that writes files into a folder and returns their checksums by name."""
 
@@ -82,11 +84,11 @@ class Saver:
 
         The exports use the memory for snapshots, if there is any, whose content must be written as in `take_snapshot`.
         """
-        written: dict[str, FileSum] = {}
+        written, copies = dict[str, FileSum](), self._empty_copies()
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name], changes=False)
             written |= _under(name, checkpoint_io.save_model(model, folder / name))
-        for name, export in self._gather_exports(tokenizer_path, self._empty_copies()):
+        for name, export in self._gather_exports(tokenizer_path, copies):
             written |= _under(name, export(folder / name))
         return written
 
@@ -113,11 +115,11 @@ class Saver:
     def _empty_copies(self) -> HostCopies | None:
         """Wait until the last snapshot is written, and drop it; return its memory, or None without any."""
         if self._written is not None:
-            self._written.exception(self._timeout.seconds)
+            self._wait(self._written.exception, "an earlier checkpoint was not written")
             self._written = None
         self._snapshot = {}
         if self._copies is not None:
-            self._reserved.result(self._timeout.seconds)
+            self._wait(self._reserved.result, "host memory for a copy of the checkpoint was not allocated")
             self._copies.clear()
         return self._copies
 
@@ -142,15 +144,15 @@ class Saver:
         Raises CheckpointError.
         """
         assert self._written is not None
-        written, self._written = self._written, None
-        try:
-            return written.result(self._timeout.seconds)
-        except TimeoutError:
-            raise CheckpointError(f"a checkpoint was not written within {self._timeout}") from None
+        return self._wait(self._written.result, "a checkpoint was not written")
 
-    @property
-    def _timeout(self) -> Timeout:
-        return Timeout(self._config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
+    def _wait(self, wait: Callable[[float], T], problem: str) -> T:
+        """Return the result of `wait`, which is called with the timeout. Raises CheckpointError at the timeout."""
+        limit = Timeout(self._config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
+        try:
+            return wait(limit.seconds)
+        except TimeoutError:
+            raise CheckpointError(f"{problem} within {limit}") from None
 
     def _gather_exports(self, tokenizer_path: str, copies: HostCopies | None) -> Iterator[tuple[str, Write]]:
         """Yield the folder and writer of each Hugging Face export, on rank 0 only. Collective.

@@ -1,12 +1,14 @@
 """Host memory of checkpoints that are written in the background, against the plan. CPU, one and two ranks."""
 
 import json
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.offload.pinned import ROUNDING_BYTES
@@ -113,3 +115,34 @@ def test_the_last_checkpoint_is_exported_from_the_memory_of_the_earlier_ones(tmp
     assert sorted(exports) == ["huggingface/adapter_model.safetensors", "huggingface_merged/model.safetensors"]
     assert after == pytest.approx(sum(first[name].size for name in exports), abs=20_000)  # headers and alignment
     assert before > after
+
+
+def test_what_is_still_being_written_is_not_overwritten_and_the_timeout_is_named(tmp_path):
+    """The thread of a checkpoint that was not written in time may write into the same folder from the same memory."""
+    config = config_for("shards", make_tiny_model(tmp_path / "model"), 1)
+    config.actor_rollout_ref.load_timeout = 0.5
+    path, disk = config.actor_rollout_ref.model.path, threading.Event()
+    with single_process_group():
+        saver = make_saver(config)
+        saver.take_snapshot(path)
+        saver._snapshot = {"actor": lambda folder: {"waited": disk.wait(60)}}
+        saver.write_snapshot(tmp_path / "slow")
+        with pytest.raises(CheckpointError, match=r"a checkpoint was not written within 0.5 s \(.*load_timeout\)"):
+            saver.finish_snapshot()
+        for again in (lambda: saver.save(tmp_path / "last", path), lambda: saver.take_snapshot(path)):
+            with pytest.raises(CheckpointError, match=r"an earlier checkpoint was not written within 0.5 s"):
+                again()
+        assert not (tmp_path / "last").exists()
+        disk.set()
+        assert saver.save(tmp_path / "last", path)
+
+
+def test_memory_that_is_not_allocated_in_time_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+    config = config_for("shards", make_tiny_model(tmp_path / "model"), 1)
+    config.actor_rollout_ref.load_timeout, locked = 0.5, threading.Event()
+    monkeypatch.setattr(Saver, "_reserve", lambda saver, num_bytes: locked.wait(60))
+    with single_process_group():
+        saver = make_saver(config)
+        with pytest.raises(CheckpointError, match=r"host memory .* was not allocated within 0.5 s \(.*load_timeout\)"):
+            saver.take_snapshot(config.actor_rollout_ref.model.path)
+        locked.set()
