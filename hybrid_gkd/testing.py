@@ -236,19 +236,16 @@ class RecordingGroup:
 
     def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.num_forwards += 1
-        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {i.id: np.full(i.num_trained, np.log(0.5), np.float32) for i in items}
+        return _everywhere(np.log(0.5), micro_batches)
 
     def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        self.events.append(("divergences", self.version, len(items)))
-        token = np.array([[0.5, 0.25]], np.float32)
-        return {item.id: token.repeat(item.num_trained, 0) for item in items}
+        found = _everywhere([0.5, 0.25], micro_batches)
+        self.events.append(("divergences", self.version, len(found)))
+        return found
 
     def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.events.append(("ref",))
-        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {i.id: np.full(i.num_trained, np.log(0.125), np.float32) for i in items}
+        return _everywhere(np.log(0.125), micro_batches)
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         texts = [text for share in micro_batches for micro_batch in share for text in micro_batch]
@@ -257,8 +254,7 @@ class RecordingGroup:
 
     def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.events.append(("values",))
-        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {i.id: np.full(i.num_trained, 0.25, np.float32) for i in items}
+        return _everywhere(0.25, micro_batches)
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
         self.critic_updates.append(batches)
@@ -285,6 +281,12 @@ class RecordingGroup:
         pass
 
 
+def _everywhere(value: Any, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
+    """Return `value` for each trained token of all samples, float32 [R, ...]."""
+    samples = [sample for share in micro_batches for micro_batch in share for sample in micro_batch]
+    return {each.id: np.full((each.num_trained, *np.shape(value)), value, np.float32) for each in samples}
+
+
 class LocalGroup(RecordingGroup):
     """A `RecordingGroup` of one worker with a real student and, if configured, other real models.
 
@@ -297,22 +299,18 @@ class LocalGroup(RecordingGroup):
         import torch
 
         from hybrid_gkd.student.actor import Actor
+        from hybrid_gkd.student.critic import Critic
+        from hybrid_gkd.student.reference import Reference
+        from hybrid_gkd.student.reward_model import RewardModel
 
         super().__init__(respond)
         self.config = config
         self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
         self.attention_cost = attention_cost(self.actor.hidden_size)
-        if config.has_reference_model:
-            from hybrid_gkd.student.reference import Reference
-
-            self.reference = Reference(config, device=torch.device("cpu"))
+        self.reference = Reference(config, device=torch.device("cpu")) if config.has_reference_model else self.actor
         if config.uses_reward_model:
-            from hybrid_gkd.student.reward_model import RewardModel
-
             self.reward_model = RewardModel(config, device=torch.device("cpu"))
         if config.uses_critic:
-            from hybrid_gkd.student.critic import Critic
-
             self.critic = Critic(config, device=torch.device("cpu"), num_updates=num_updates)
 
     def _logprobs(self, sample: Sample) -> np.ndarray:
@@ -337,18 +335,15 @@ class LocalGroup(RecordingGroup):
         return self.actor.compute_divergences(micro_batches[0])
 
     def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        if not self.config.has_reference_model:
-            return self.actor.compute_ref_logprobs(micro_batches[0])
-        return self.reference.compute_logprobs(micro_batches[0])
+        return self.reference.compute_ref_logprobs(micro_batches[0])
 
     def compute_ref_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
-        if not self.config.has_reference_model:
-            return self.actor.compute_ref_topk(micro_batches[0])
-        return self.reference.compute_topk(micro_batches[0])
+        return self.reference.compute_ref_topk(micro_batches[0])
 
     def compute_own_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
-        of_reference = self.config.actor_rollout_ref.teacher.source == "initial" and self.config.has_reference_model
-        return (self.reference if of_reference else self.actor).compute_topk(micro_batches[0])
+        if self.config.actor_rollout_ref.teacher.source == "initial" and self.config.has_reference_model:
+            return self.reference.compute_ref_topk(micro_batches[0])
+        return self.actor.compute_topk(micro_batches[0])
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         super().compute_reward_scores(micro_batches)

@@ -69,8 +69,8 @@ class GKDTrainer(PPOTrainer):
         self.check_teacher = check_teacher
         self._pending: defaultdict[int, Scores] = defaultdict(dict)
         """Scores by the step of the rollout; several rollouts may be pending."""
-        self._kept: list[tuple[int, list[Pair]]] = []
-        """Steps and finished samples to send when the next generation begins."""
+        self._kept: defaultdict[int, list[Pair]] = defaultdict(list)
+        """Finished samples, by step, to send when the next generation begins."""
         self._prompts, self._weighting = prompts or TaskPrompts(), Weighting(self.config)
         waits = self._weighting.needs_scores or self.config.full_determinism
         self._updates_while_scoring = (self.group.size == 1 or not shares_gpu) and not waits
@@ -93,7 +93,7 @@ class GKDTrainer(PPOTrainer):
         alternates = (shares_gpu or takes_turns) and self.config.actor_rollout_ref.hybrid_engine
         early = not self._candidates  # otherwise the student's forward pass comes first, with the weights of the update
         if alternates and BATCHES_AHEAD[self.config.trainer.scheduler] and early:
-            self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))
+            self.generation.on_finished.append(lambda step, pairs: self._kept[step].extend(pairs))
             self.generation.on_generate.append(self._submit_kept)
         elif early and not takes_turns and self.config.actor_rollout_ref.teacher.overlap_rollout and not (
             self.config.full_determinism or self._prompts.waits_for_rewards or self.config.teaches_itself
@@ -109,7 +109,7 @@ class GKDTrainer(PPOTrainer):
         if rollout.step <= self.config.trainer.warmup_steps_sft:
             return super()._update_actor(rollout)
         scores = self._pending[rollout.step]
-        if any(step == rollout.step for step, _ in self._kept):  # no generation follows the last rollouts
+        if rollout.step in self._kept:  # no generation follows the last rollouts
             self._submit_kept()
         loss = self.config.distillation
         factor = distillation_factor(loss.distillation_loss_coef_schedule, rollout.step, self.total_steps)
@@ -279,10 +279,7 @@ class GKDTrainer(PPOTrainer):
 
     def _submit_kept(self) -> None:
         """Send the samples that were held back, all of a step at once."""
-        kept = defaultdict[int, list[Pair]](list)
-        for step, pairs in self._kept:
-            kept[step] += pairs
-        self._kept = []
+        kept, self._kept = self._kept, defaultdict(list)
         for step, pairs in kept.items():
             self._submit(step, pairs)
 

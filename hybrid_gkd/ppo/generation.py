@@ -98,22 +98,20 @@ class RolloutGenerator:
         section = self.config.actor_rollout_ref.rollout.val_kwargs
         requests = self._requests(tasks, section.n, batch=-1 - step, seed_number=0)
         sampling = self._sampling(section, self.config.data.max_response_length)
-        drawn = itertools.chain.from_iterable(self._drawn(tasks, requests, sampling, self.scorer))
-        return in_order(requests, (sample for _, sample in drawn))
+        return self._all_drawn(tasks, requests, sampling, self.scorer)
 
     def _finished(self, step: int, pairs: list[Pair]) -> None:
         for listener in self.on_finished if pairs else ():
             listener(step, pairs)
 
-    def _batch(self, step: int, finished_some: Callable[[int, list[Pair]], None] | None = None) -> Rollout:
-        """Draw `rollout.n` samples for each task of the next generation batch of a step."""
+    def _batch(self, step: int, finished: Callable[[int, list[Pair]], None] = lambda step, pairs: None) -> Rollout:
+        """Draw `rollout.n` samples for each task of the next generation batch of a step; report them to `finished`."""
         number = step + self.extra_batches
         epoch, rows = self.sampler.batch(number)
         tasks = tuple(self.tasks[row] for row in rows)
         section = self.config.actor_rollout_ref.rollout
         samples = self._given(tasks, step, number)
-        if samples and finished_some is not None:
-            finished_some(step, with_tasks(tasks, samples))
+        finished(step, with_tasks(tasks, samples))
         given_rows = {sample.id.row for sample in samples}
         open_tasks = tuple(task for task in tasks if task.index not in given_rows)
         requests = self._requests(open_tasks, section.n, batch=number)
@@ -126,11 +124,9 @@ class RolloutGenerator:
             if needs_greedy_samples(self.config):
                 greedy = self._greedy_samples(open_tasks, number, limit)
             scorer = self.scorer if self.config.scores_rollouts else None
-            for finished in self._drawn(open_tasks, requests, sampling, scorer):
-                self.pipeline.progress()
-                samples += [sample for _, sample in finished]
-                if finished_some is not None:
-                    finished_some(step, finished)
+            for pairs in self._drawn(open_tasks, requests, sampling, scorer):
+                samples += [sample for _, sample in pairs]
+                finished(step, pairs)
         places = {task.index: place for place, task in enumerate(tasks)}
         samples.sort(key=lambda sample: (places[sample.id.row], sample.id.number))
         return Rollout(
@@ -151,11 +147,7 @@ class RolloutGenerator:
         """Draw one greedy completion per task, in their order, numbered after the sampled ones."""
         sampling = SamplingParams(max_tokens=limit, temperature=0.0)
         first = self.config.actor_rollout_ref.rollout.n
-        requests, found = self._requests(tasks, 1, batch=number, first=first), list[Sample]()
-        for finished in self._drawn(tasks, requests, sampling, None):
-            self.pipeline.progress()
-            found += [sample for _, sample in finished]
-        return tuple(in_order(requests, found))
+        return tuple(self._all_drawn(tasks, self._requests(tasks, 1, batch=number, first=first), sampling, None))
 
     def _drawn(
         self, tasks: abc.Sequence[Task], requests: list[GenerationRequest], sampling: SamplingParams,
@@ -163,10 +155,20 @@ class RolloutGenerator:
     ) -> Iterator[list[Pair]]:  # fmt: skip
         """Yield samples with their tasks as they finish; start the computation of their rewards by `scorer`."""
         for finished in self.group.generate(requests, sampling) if requests else ():
+            self.pipeline.progress()
             pairs = with_tasks(tasks, finished)
             if scorer is not None:
                 scorer.begin(pairs)
             yield pairs
+
+    def _all_drawn(
+        self, tasks: abc.Sequence[Task], requests: list[GenerationRequest], sampling: SamplingParams,
+        scorer: RewardScorer | None,
+    ) -> list[Sample]:  # fmt: skip
+        """Return the samples of `_drawn` in the order of the requests."""
+        drawn = itertools.chain.from_iterable(self._drawn(tasks, requests, sampling, scorer))
+        by_id = {sample.id: sample for _, sample in drawn}
+        return [by_id[request.id] for request in requests]
 
     def _requests(
         self, tasks: abc.Sequence[Task], n: int, *, batch: int, seed_number: int | None = None, first: int = 0
@@ -189,9 +191,3 @@ class RolloutGenerator:
             max_tokens=limit, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k,
             logprobs=logprobs, repetitions=self.config.actor_rollout_ref.rollout.end_repetitions,
         )
-
-
-def in_order(requests: list[GenerationRequest], samples: abc.Iterable[Sample]) -> list[Sample]:
-    """Return the samples in the order of their requests."""
-    by_id = {sample.id: sample for sample in samples}
-    return [by_id[request.id] for request in requests]

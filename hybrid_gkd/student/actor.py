@@ -232,41 +232,39 @@ class Actor(TrainedModel):
 
     def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Return `compute_logprobs` of the base model without LoRA adapters, as a reference without a second model."""
-        assert self.adapters is not None, "a student without adapters has no other weights"
-        with self.adapters.disabled():
+        with self._base_weights():
             return self.compute_logprobs(micro_batches)
 
     def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         """Return the base model's `ref.topk` most likely tokens at the trained tokens of each sample."""
-        assert self.adapters is not None, "a student without adapters has no other weights"
-        self._seed()
-        with self.adapters.disabled():
-            found = top_candidates(
-                self.model, micro_batches, temperature=self.sampling_temperature, device=self.device, k=self.ref_topk
-            )
-        self.reshard()
-        return found
+        return self._candidates(micro_batches, self._base_weights(), self.sampling_temperature, self.ref_topk)
 
     def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         """Return the `distillation.topk` most likely tokens at the trained tokens of each sample, at
         `distillation.temperature`: by its weights of `teacher.source`, the present ones if that is a model."""
+        return self._candidates(micro_batches, self._teacher_weights(), self.temperature, self.topk)
+
+    def _candidates(
+        self, micro_batches: tuple[tuple[Sample, ...], ...], weights: contextlib.AbstractContextManager[None],
+        temperature: float, k: int,
+    ) -> dict[SampleId, TopK]:  # fmt: skip
         self._seed()
         self.reshard()
-        with self._teacher_weights():
-            found = top_candidates(
-                self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
-            )
+        with weights:
+            found = top_candidates(self.model, micro_batches, temperature=temperature, device=self.device, k=k)
         self.reshard()
         return found
+
+    def _base_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the weights of the base model, without adapters."""
+        assert self.adapters is not None, "a student without adapters has no other weights"
+        return self.adapters.disabled()
 
     def _teacher_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model has the weights of `teacher.source`."""
         if self.average is not None:
             return self.average.in_place()
-        if self.teacher_source == "initial":
-            assert self.adapters is not None, "a student without adapters has no other weights"
-            return self.adapters.disabled()
-        return contextlib.nullcontext()
+        return self._base_weights() if self.teacher_source == "initial" else contextlib.nullcontext()
 
     def _reported(self) -> dict[str, str | None]:
         overlap = {HEAD_METRICS["overlap_ratio"]: "overlap_rows"} if self.topk else {}

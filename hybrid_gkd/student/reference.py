@@ -39,13 +39,13 @@ class Reference(ShardedModel):
             path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
         )
 
-    def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Return log-probabilities of the trained tokens at the sampling temperature, float32 [R] per sample."""
         found = sampled_logprobs(self.model, micro_batches, temperature=self.temperature, device=self.device)
         self.reshard()
         return found
 
-    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
+    def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         """Return the `ref.topk` most likely tokens at the trained tokens of each sample, at the same temperature.
 
         As a teacher, `distillation.topk` of them at `distillation.temperature`.

@@ -196,24 +196,22 @@ class Worker(GroupMember):
     def _build_models(self, num_updates: Mapping[str, int], num_ids: int | None) -> None:
         """Build all models, the actor last, since it is used first; the others are moved off the device if possible."""
         from hybrid_gkd.student.actor import Actor
+        from hybrid_gkd.student.critic import Critic
+        from hybrid_gkd.student.reference import Reference
+        from hybrid_gkd.student.reward_model import RewardModel
 
         if self.config.uses_critic:
-            from hybrid_gkd.student.critic import Critic
-
             self.critic = Critic(self.config, device=self.device, num_updates=num_updates["critic"])
             self.shared.add_model("critic", self.critic)
         if self.config.has_reference_model:
-            from hybrid_gkd.student.reference import Reference
-
-            self.reference = Reference(self.config, device=self.device, num_ids=num_ids)
-            self.shared.add_model("reference", self.reference)
+            reference = Reference(self.config, device=self.device, num_ids=num_ids)
+            self.shared.add_model("reference", reference)
         if self.config.uses_reward_model:
-            from hybrid_gkd.student.reward_model import RewardModel
-
             self.reward_model = RewardModel(self.config, device=self.device)
             self.shared.add_model("reward_model", self.reward_model)
         self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"], num_ids=num_ids)
         self.shared.add_model("actor", self.actor)
+        self.reference = reference if self.config.has_reference_model else self.actor  # its base model, with LoRA
 
     def _build_updaters(self, saves_in_background: bool) -> None:
         from hybrid_gkd.workers.saver import Saver
@@ -226,6 +224,7 @@ class Worker(GroupMember):
         trained: dict[str, TrainedModel] = {}
         self.updater = self.updaters["update_actor"] = updater(self.actor, "actor")
         self.own_teacher = updater(self.actor, "ema_teacher") if self.config.has_moving_average else self.updater
+        self.reference_updater = self.updater
         if self.config.uses_critic:
             trained["critic"] = self.critic
             self.critic_updater = self.updaters["update_critic"] = updater(self.critic, "critic")
@@ -299,20 +298,16 @@ class Worker(GroupMember):
 
     @spanned("ref")
     def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
-        if not self.config.has_reference_model:
-            return self.updater.forward(lambda: self.actor.compute_ref_logprobs(micro_batches))
-        return self.reference_updater.forward(lambda: self.reference.compute_logprobs(micro_batches))
+        return self.reference_updater.forward(lambda: self.reference.compute_ref_logprobs(micro_batches))
 
     @spanned("ref")
     def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
-        if not self.config.has_reference_model:
-            return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
-        return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches))
+        return self.reference_updater.forward(lambda: self.reference.compute_ref_topk(micro_batches))
 
     @spanned("own_teacher")
     def compute_own_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         if self.config.actor_rollout_ref.teacher.source == "initial" and self.config.has_reference_model:
-            return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches))
+            return self.reference_updater.forward(lambda: self.reference.compute_ref_topk(micro_batches))
         return self.own_teacher.forward(lambda: self.actor.compute_topk(micro_batches))
 
     @spanned("reward_model")

@@ -96,8 +96,8 @@ def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
         distances = []
         for step in range(3):
             batch = random_batch(step)
-            scores = reference.compute_topk(batch.micro_batches)
-            plain = reference.compute_logprobs(batch.micro_batches)
+            scores = reference.compute_ref_topk(batch.micro_batches)
+            plain = reference.compute_ref_logprobs(batch.micro_batches)
             items = []
             for (item,) in batch.micro_batches:
                 found = scores[item.id]

@@ -74,7 +74,7 @@ def test_rows_that_are_no_tokens_change_nothing(tmp_path):
         with single_process_group():
             actor = Actor(config, device=torch.device("cpu"), num_updates=3, num_ids=num_ids)
             logprobs, divergences = actor.compute_logprobs(samples), actor.compute_divergences(samples)
-            candidates = Reference(config, device=torch.device("cpu"), num_ids=num_ids).compute_topk(samples)
+            candidates = Reference(config, device=torch.device("cpu"), num_ids=num_ids).compute_ref_topk(samples)
             metrics = [actor.update(batch) for _ in range(3)]
             weights = {name: weight.clone() for name, weight in actor.full_tensors(torch.float32)}
         found.append((logprobs, divergences, candidates, metrics, weights))
