@@ -84,11 +84,13 @@ class GKDTrainer(PPOTrainer):
             self.validators.append(self._held_out_divergence)
         self._candidates: list[Scorer] = []
         """Scorers of the samples that the teacher scores: of the student's candidates, if configured."""
-        if self.config.distillation.given_topk:
+        loss = self.config.distillation
+        if loss.given_topk:
             self._candidates.append(WorkersScorer("student_topk", self.group.compute_topk, self.batches))
         self._logprobs: dict[SampleId, np.ndarray] = {}
         """Log-probabilities of trained tokens from the pass for the student's candidates, if the loss needs them."""
-        self._keeps_logprobs = self._needs_old_logprobs and not self._weighting.cuts_before
+        self._has_policy_loss = loss.use_task_rewards or loss.use_policy_gradient
+        self._keeps_logprobs = self._needs_old_logprobs() and not self._weighting.cuts_before
         self._scores_whole = takes_turns
         alternates = (shares_gpu or takes_turns) and self.config.actor_rollout_ref.hybrid_engine
         early = not self._candidates  # otherwise the student's forward pass comes first, with the weights of the update
@@ -247,18 +249,15 @@ class GKDTrainer(PPOTrainer):
             samples, metrics = self.with_advantages(rollout, samples)
         samples = self.with_reference(samples)
         with self.clock.span("update_actor"):
-            policy_loss = loss.use_task_rewards or loss.use_policy_gradient
-            samples, weights = self.with_corrections(samples, policy_loss=policy_loss)
+            samples, weights = self.with_corrections(samples, policy_loss=self._has_policy_loss)
         return samples, metrics | weights
 
-    @property
     def _needs_old_logprobs(self) -> bool:
         """Return whether log-probabilities before the update are needed, of the teacher's temperature."""
-        config, loss = self.config, self.config.distillation
-        policy_loss = loss.use_task_rewards or loss.use_policy_gradient
-        several = policy_loss and updates_per_step(config.data.train_batch_size, config.actor_rollout_ref.actor) > 1
+        config, actor = self.config, self.config.actor_rollout_ref.actor
+        several = self._has_policy_loss and updates_per_step(config.data.train_batch_size, actor) > 1
         needed = config.algorithm.compares_logprobs or config.algorithm.use_kl_in_reward or several
-        return needed and loss.temperature == config.actor_rollout_ref.rollout.temperature
+        return needed and config.distillation.temperature == config.actor_rollout_ref.rollout.temperature
 
     def _submit(self, step: int, pairs: list[Pair]) -> None:
         """Send samples of a rollout to the teacher without waiting, unless its step is an SFT warm-up."""

@@ -1,11 +1,12 @@
-"""Writing of checkpoints, synchronously or in the background, and of snapshots."""
+"""Writing of checkpoints, at once or in the background, and of snapshots, from which lost workers are replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import operator
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.threads import single_thread
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, Best, CheckpointStore, TrainerState, step_in_name
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 SETTLE_SECONDS = 5.0
 """Timeout of the last part of a checkpoint after a failure."""
+MAX_OVERHEAD = 0.02
+"""Largest fraction of the training time that snapshots take with `trainer.snapshot_freq=null`."""
 
 
 @dataclass
@@ -197,3 +200,52 @@ class CheckpointWriter:
         sums, writing.seconds = self._group.finish_snapshot()
         writing.completing = self._thread.submit(writing.store.complete, writing.state, sums)
         return writing.completing
+
+
+class Snapshots:
+    """Takes snapshots every `trainer.snapshot_freq` steps; null: when their cost is below `MAX_OVERHEAD`.
+
+    It does nothing while `saving.snapshots` is None. Steps with a checkpoint, and steps during which an earlier state
+    is still being written, are skipped.
+
+    Args:
+        every: `trainer.snapshot_freq`.
+        saving: writes checkpoints into `store`, and snapshots.
+        state, continues: return the trainer's state, and whether a step follows.
+    """
+
+    def __init__(
+        self, every: int | None, saving: CheckpointWriter, store: CheckpointStore, clock: Clock, *,
+        state: Callable[[], TrainerState], continues: Callable[[], bool],
+    ):  # fmt: skip
+        self._every, self._saving, self._store, self._clock = every, saving, store, clock
+        self._state, self._continues = state, continues
+        self._seconds, self._taken_at = 0.0, time.monotonic()
+        """Cost of the last snapshot, and when it was taken."""
+
+    def poll(self) -> None:
+        """Before an update, complete the snapshot of the previous step if its files are written."""
+        if self._saving.snapshots is not None and self._saving.poll() and self._continues():
+            self._store.reserve()
+
+    def take(self, step: int) -> None:
+        """After the update of a step, before its weights are published, copy the state to the host."""
+        self.poll()
+        began, saving = time.monotonic(), self._saving
+        busy = saving.snapshots is None or saving.is_writing or saving.copied_for is not None
+        if not busy and self._is_due(step, began) and self._continues():
+            with self._clock.span("snapshot"):
+                saving.take_snapshot(saving.snapshots)
+            self._seconds, self._taken_at = time.monotonic() - began, began
+
+    def _is_due(self, step: int, now: float) -> bool:
+        if self._every is not None:
+            return step % self._every == 0
+        return self._seconds <= MAX_OVERHEAD * (now - self._taken_at)
+
+    def start(self) -> None:
+        """At the end of a step, start to write the copy, unless a checkpoint has taken its place."""
+        began = time.monotonic()
+        if self._saving.snapshots is not None and self._saving.copied_for is self._saving.snapshots:
+            self._saving.start(self._state())
+            self._seconds += time.monotonic() - began

@@ -21,14 +21,13 @@ from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.ppo.best import best_to_resume, new_best
-from hybrid_gkd.ppo.checkpoint_writer import CheckpointWriter
+from hybrid_gkd.ppo.checkpoint_writer import CheckpointWriter, Snapshots
 from hybrid_gkd.ppo.generation import RolloutGenerator
 from hybrid_gkd.ppo.guards import Guards
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
-from hybrid_gkd.ppo.snapshots import Snapshots
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics

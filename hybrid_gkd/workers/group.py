@@ -24,7 +24,6 @@ from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.types import GenerationRequest, MiniBatch, Plan, RewardText, Sample, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
-from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.liveness import RayLost, check_ray
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (
@@ -39,6 +38,7 @@ from hybrid_gkd.workers.pool import (
     gather,
     name_workers,
 )
+from hybrid_gkd.workers.worker import DESCRIPTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -195,9 +195,9 @@ class WorkerGroup:
         """Run forward and backward of a part of a mini-batch on every worker; the last part goes to `update`."""
         self.actors.call("accumulate", shares=parts)
 
-    def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
-        """Take an optimizer step per mini-batch; return the metrics of each. Arguments: see `start_update`."""
-        return self.start_update(batches, last=last)()
+    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+        """Take an optimizer step per mini-batch; return the metrics of each. `batches`: see `start_update`."""
+        return self.start_update(batches)()
 
     def start_update(
         self, batches: list[list[MiniBatch]], *, last: bool = True

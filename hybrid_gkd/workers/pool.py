@@ -25,10 +25,9 @@ from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.process_limits import process_limits
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.liveness import RAYLET, RayLost, check_ray, lost_process, raylet_lost
 from hybrid_gkd.workers.placement import Placement, Role
-from hybrid_gkd.workers.worker import Worker
+from hybrid_gkd.workers.worker import DESCRIPTIONS, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from test_saving import SlowDisk, moments
 from test_schedulers import fit
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.ppo import checkpoint_writer, snapshots
+from hybrid_gkd.ppo import checkpoint_writer
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.threads import CallingThread
 from hybrid_gkd.student.checkpoint_store import SNAPSHOT, CheckpointStore, find_damage, load_state
@@ -51,7 +51,7 @@ class Timed(SlowDisk):
 def test_they_are_taken_as_often_as_they_cost_two_percent(copy, taken, tmp_path, monkeypatch):
     """Steps take 10 seconds: a cost of 1 % is every step, one of 5 % every third."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(snapshots, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: clock.now))
     group = Timed(clock, 10.0, copy)
     trainer, _, failure = fit_with_snapshots(6, tmp_path, *QUIET, group=group)
     assert failure is None

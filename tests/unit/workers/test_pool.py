@@ -11,10 +11,9 @@ from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.process_limits import ProcessLimit
 from hybrid_gkd.workers import liveness
 from hybrid_gkd.workers import pool as pools
-from hybrid_gkd.workers.descriptions import DESCRIPTIONS
 from hybrid_gkd.workers.liveness import RAYLET, Liveness, RayLost
 from hybrid_gkd.workers.pool import Pool
-from hybrid_gkd.workers.worker import Worker
+from hybrid_gkd.workers.worker import DESCRIPTIONS, Worker
 
 
 @pytest.mark.parametrize(
