@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Chat = list[dict[str, Any]]
 Span = tuple[int, int]
 """First character and end of a range of characters."""
+CONTENTS = ("content", "reasoning_content", "tool_calls")
+"""Fields of a message, of which a completion must have one that is not empty."""
 Render = Callable[..., str]
 """A conversation -> its text; `add_generation_prompt=True` appends the template's beginning of a completion."""
 ANSWER, ASSISTANT, ALL = "answer", "assistant", "all"
@@ -37,12 +39,16 @@ class GivenCompletion:
     """Character ranges of its only message that are not trained on."""
 
 
-def split_chat(chat: Chat) -> tuple[Chat, Chat]:
-    """Split a chat after its last user message; the second part is empty unless it ends with the assistant's."""
-    if not chat or chat[-1].get("role") != "assistant":
-        return chat, []
-    users = [place for place, message in enumerate(chat) if message.get("role") == "user"]
-    start = users[-1] + 1 if users else len(chat) - 1
+def split_chat(value: object) -> tuple[object, Chat]:
+    """Split a chat after its last user message; without a last message of the assistant the second part is empty.
+
+    So it is for a value that is no chat, which the check of the prompt reads.
+    """
+    chat = value if isinstance(value, list) else []
+    roles = [message.get("role") if isinstance(message, dict) else None for message in chat]
+    if roles[-1:] != ["assistant"]:
+        return value, []
+    start = max((place for place, role in enumerate(roles, 1) if role == "user"), default=len(chat) - 1)
     return chat[:start], chat[start:]
 
 
@@ -53,12 +59,14 @@ def parse_completion(
 
     `check` validates a message. Raises DataError with `where`.
     """
-    if value is None or value != value or (isinstance(value, str) and not value.strip()):  # NaN in a column of numbers
+    if value is None or value != value:  # NaN in a column of numbers
         return None
     chat = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
-    if not isinstance(chat, list) or not chat:
+    if not isinstance(chat, list):
         raise DataError(f"{where}: must be a text or a list of chat messages; got {short(value)}")
     messages = [check(message, where) for message in chat]
+    if not any(str(message.get(name) or "").strip() for message in messages for name in CONTENTS):
+        return None
     if not messages[0]["role"] == messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: must begin and end with a message of the assistant; got {short(value)}")
     return GivenCompletion(messages, _spans(excluded, messages, where))

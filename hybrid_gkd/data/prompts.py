@@ -94,7 +94,7 @@ class Columns:
     response_key: str | None = None
     """Given completions, a column of at least one table. The same as prompt_key: its last messages of the assistant."""
     excluded_spans_key: str | None = None
-    """Character ranges of given completions that are not trained on."""
+    """Character ranges of given completions that are not trained on, a column of at least one table."""
     teacher_prompt_key: str | None = None
     """Prompts for the teacher, as those of prompt_key; null takes the student's."""
     teacher: TeacherColumn | None = None
@@ -125,9 +125,11 @@ def read_rows(
         for source in entry
     )
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    if columns.response_key is not None and columns.response_key not in names:
-        rule = f"no row has a completion in the column {columns.response_key!r} (data.response_key)"
-        raise DataError(f"{key}: {rule}; the columns of the files are: {', '.join(names)}")
+    for option, what in (("response_key", "a completion"), ("excluded_spans_key", "spans")):
+        column = getattr(columns, option)
+        if column is not None and column not in names:
+            rule = f"no row has {what} in the column {column!r} (data.{option})"
+            raise DataError(f"{key}: {rule}; the columns of the files are: {', '.join(names)}")
     return tables
 
 
@@ -289,10 +291,10 @@ def _prompt_and_completion(values: dict[str, Any], columns: Columns, where: str)
     if columns.response_key is None:
         return check_messages(prompt, of_prompt), None
     response = values.get(columns.response_key)
-    if columns.response_key == columns.prompt_key and isinstance(prompt, list):
+    if columns.response_key == columns.prompt_key:
         prompt, response = split_chat(prompt)
     spans = None if columns.excluded_spans_key is None else values.get(columns.excluded_spans_key)
-    answer = parse_completion(response or None, spans, f"{where}, column {columns.response_key!r}", _check_message)
+    answer = parse_completion(response, spans, f"{where}, column {columns.response_key!r}", _check_message)
     return check_messages(prompt, of_prompt), answer
 
 

@@ -22,9 +22,11 @@ from hybrid_gkd.launch.teacher import connect, opened_store
 from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, teacher_settings
 from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.scoring.teacher_scorer import completion_view
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Reading
+from hybrid_gkd.types import Reading, given_sample
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,9 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
         check_rows("student", student, facts.spec.num_embeddings, facts, of_teacher=teacher.key)
         return "the teacher is the student"
     if section.is_stored:
-        with opened_store(config, facts.tokenizer) as (_, stored):
+        with opened_store(config, facts.tokenizer) as (store, stored):
             changed = check_same_teacher(facts, teacher, stored.model)
+            check_all_stored(facts, teacher, store, stored)
         if stored.num_ids > facts.num_ids:
             raise TeacherMismatch(
                 f"{section.cache} has scores of {stored.num_ids} ids, but the student's embedding has only "
@@ -92,6 +95,22 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
         ends = stop_token_ids(path, own)
     check_ends_and_template(facts, teacher, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"
+
+
+def check_all_stored(facts: Facts, teacher: RunTeacher, store: ScoreStore, scored_by: ScoredBy) -> None:
+    """Raise DataError for training rows of a run without a teacher that the store has no scores of."""
+    tasks = [task for task in facts.train_prompts if task.teacher == teacher.key]
+    missing = [
+        task.row for task in tasks
+        if task.response_ids is None or not store.has(scored_by, completion_view(task, given_sample(task, 1, 0.0)))
+    ]
+    if missing:
+        raise DataError(
+            f"data.train_files: {len(missing)} of {len(tasks)} rows have no scores in {teacher.section.cache} "
+            f"({teacher.where}.cache) of {scored_by}, first row {missing[0]}: score their completions with `python -m "
+            "hybrid_gkd.teacher score` and the run's keys of data, or give the run a teacher "
+            f"({teacher.where}.model.path or server_ip), which rows without a completion need"
+        )
 
 
 def check_same_teacher(facts: Facts, teacher: RunTeacher, model: ModelInfo) -> list[str]:

@@ -12,7 +12,7 @@ from processes import TIMEOUT
 
 from hybrid_gkd.config import run_teachers
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.errors import DataError, TeacherError
 from hybrid_gkd.launch import inputs, score
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.compatibility import check_compatibility
@@ -138,6 +138,19 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts = Facts(config_of(folder, store, "distillation.topk=4"))
     inputs.student(facts)
     with pytest.raises(TeacherError, match=r"has scores of teacher \(.*, K 5, .*\); the student needs K 4"):
+        check_compatibility(facts)
+
+
+@pytest.mark.parametrize(
+    ("more", "missing"), [([], f"1 of {ROWS} rows"), (["data.loss_mask=all"], f"{ROWS} of {ROWS} rows")]
+)
+def test_rows_without_scores_are_found_before_a_run_without_a_teacher(folder, service, more, missing):
+    """The first row has no completion, and other trained tokens have other scores."""
+    run(folder, "--addr", service.address, "--keys", str(service.keys))
+    facts = Facts(config_of(folder, f"actor_rollout_ref.teacher.cache={folder / 'store'}", *more))
+    for check in (inputs.student, inputs.files, inputs.data):
+        check(facts)
+    with pytest.raises(DataError, match=rf"^data\.train_files: {missing} have no scores in .*store .*, first row 1: "):
         check_compatibility(facts)
 
 

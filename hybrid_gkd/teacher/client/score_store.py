@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -137,11 +138,19 @@ class ScoreStore:
         with self._lock, self._errors("cannot be written"):
             self._database.execute("INSERT OR IGNORE INTO teachers VALUES (?, ?, ?, ?, ?)", values)
 
+    def has(self, scored_by: ScoredBy, reading: Reading) -> bool:
+        """Return whether there is an entry for a reading, without reading its scores. Raises TeacherError."""
+        return self._select("1", scored_by, reading) is not None
+
+    def _select(self, columns: str, scored_by: ScoredBy, reading: Reading) -> Any:
+        """Return columns of a reading's entry, None without one. Raises TeacherError."""
+        query, key = f"SELECT {columns} FROM entries WHERE key = ?", scored_by.key(reading)
+        with self._lock, self._errors("cannot be read"):
+            return self._database.execute(query, (key,)).fetchone()
+
     def get(self, scored_by: ScoredBy, reading: Reading) -> TopK | None:
         """Return the scores of a reading; None without an entry. Raises TeacherError: the entry is damaged."""
-        key = scored_by.key(reading)
-        with self._lock, self._errors("cannot be read"):
-            row = self._database.execute("SELECT scores FROM entries WHERE key = ?", (key,)).fetchone()
+        row = self._select("scores", scored_by, reading)
         if row is None:
             return None
         try:

@@ -25,7 +25,8 @@ def tokenizer(template=CHATML):
 
 def load(tmp_path, rows, *, template=CHATML, columns=(), **changes):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    names = {"response_key": "response", "excluded_spans_key": "spans"} | dict(columns)
+    spans = "spans" if any("spans" in row for row in rows) else None
+    names = {"response_key": "response", "excluded_spans_key": spans} | dict(columns)
     read = read_rows([str(tmp_path / "rows.jsonl")], Columns(**names), key="data.train_files")
     options = {
         "max_prompt_length": 512, "max_response_length": 512, "truncation": "error", "filter_overlong_prompts": False,
@@ -61,7 +62,7 @@ def test_without_a_chat_template_an_answer_ends_with_the_end_of_sequence_token(t
         assert trained(task) == " 2<|end|>"
 
 
-@pytest.mark.parametrize("empty", [None, "", " \n", []])
+@pytest.mark.parametrize("empty", [None, float("nan"), "", " \n", [], [said("assistant", " ")]])
 def test_rows_and_files_without_an_answer_have_none(tmp_path, empty):
     rows = [{"prompt": "a", "response": empty}, {"prompt": "a", "response": "b"}, {"prompt": "c"}]
     first, second, third = load(tmp_path, rows)
@@ -90,9 +91,22 @@ def test_the_last_messages_of_a_chat_are_the_answer(tmp_path, mask, found):
     assert whole == tokenizer().apply_chat_template(CHAT, tokenize=False)
 
 
-def test_a_chat_that_ends_with_its_user_has_no_answer(tmp_path):
-    [task] = load(tmp_path, [{"chat": CHAT[:3]}], columns=IN_PROMPT)
+@pytest.mark.parametrize("chat", [CHAT[:3], [*CHAT[:3], said("assistant", "")], "c"])
+def test_a_prompt_alone_in_a_column_of_chats_has_no_answer(tmp_path, chat):
+    [task] = load(tmp_path, [{"chat": chat}], columns=IN_PROMPT)
     assert (task.text, task.response_ids) == ("c", None)
+
+
+@pytest.mark.parametrize("chat", [["a", "b"], ["a", said("assistant", "b")]])
+def test_a_list_without_messages_is_no_chat(tmp_path, chat):
+    with pytest.raises(DataError, match="row 1, column 'chat': a message must have a text under 'role' and 'content'"):
+        load(tmp_path, [{"chat": chat}], columns=IN_PROMPT)
+
+
+def test_a_call_of_a_tool_without_a_text_is_an_answer(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    [task] = load(tmp_path, [{"prompt": "p", "response": [call]}])
+    assert trained(task) == "None<|end|>\n"
 
 
 def test_spans_are_left_out_token_by_token(tmp_path):
@@ -106,6 +120,9 @@ def test_spans_are_left_out_token_by_token(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        ({"response": 0}, "row 1, column 'response': must be a text or a list of chat messages; got 0"),
+        ({"response": False}, "must be a text or a list of chat messages; got False"),
+        ({"response": {}}, "must be a text or a list of chat messages; got {}"),
         ({"response": 7}, "row 1, column 'response': must be a text or a list of chat messages; got 7"),
         ({"response": [said("user", "x")]}, "must begin and end with a message of the assistant"),
         ({"response": [{"role": "assistant"}]}, "a message must have a text under 'role' and 'content'"),
@@ -178,6 +195,10 @@ def test_a_column_of_completions_that_no_file_has_is_named_with_those_of_the_fil
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
     assert len(read_rows(files, Columns(response_key="response"), key="data.train_files")) == 2
-    message = r"^data\.train_files: .* 'reponse' \(data\.response_key\); the columns of the files are: prompt, answer, "
-    with pytest.raises(DataError, match=message):
-        read_rows(files, Columns(response_key="reponse"), key="data.train_files")
+    for option, columns in (
+        ("response_key", Columns(response_key="span")),
+        ("excluded_spans_key", Columns(response_key="response", excluded_spans_key="span")),
+    ):
+        message = rf"^data\.train_files: .* 'span' \(data\.{option}\); the columns of the files are: prompt, answer, "
+        with pytest.raises(DataError, match=message):
+            read_rows(files, columns, key="data.train_files")
