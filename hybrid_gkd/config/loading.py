@@ -203,7 +203,8 @@ def _parse_override(override: str) -> Tree | ConfigError:
         )
         if not value.lstrip().startswith("{"):
             return parsed
-        if any(each is None and ":" in path[-1] for path, each in _leaves(parsed) if isinstance(path[-1], str)):
+        # YAML reads {1:4} as {64: null}.
+        if any(each is None and (type(path[-1]) is int or ":" in str(path[-1])) for path, each in _leaves(parsed)):
             return ConfigError(key, "must have a space after each colon, as in {name: value}", value)
         section = functools.reduce(operator.getitem, own.split("."), parsed)
         return parsed if is_text(own) else _nested(own.split("."), keep_typed(section, value, own))

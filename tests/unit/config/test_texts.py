@@ -53,6 +53,8 @@ def test_yaml_files_keep_texts_too(tmp_path):
         *((f"{key}={{a: 1, b:2}}", rf"{key}: must have a space after each colon.*; got '\{{a: 1, b:2\}}'") for key in (
             "data.train_files", "actor_rollout_ref.model.override_config", "trainer.wandb",
         )),
+        *((f"data.max_response_length_schedule={{{each}}}", "length_schedule: must have a space after each colon") for
+            each in ("1:4", "1: 4, 100:8")),
         ("trainer.experiment_name='a", r"trainer\.experiment_name: the value is not valid YAML: .*; got \"'a\""),
     ],
 )
