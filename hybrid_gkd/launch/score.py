@@ -12,9 +12,8 @@ import dataclasses
 import json
 import logging
 import re
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,12 +28,13 @@ from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.completion_file import Progress
 from hybrid_gkd.launch.teacher import connect
-from hybrid_gkd.scoring.teacher_scorer import GRACE_SECONDS, completion_view
+from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer, completion_view
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Reading, TopK, given_sample
+from hybrid_gkd.types import Reading, SampleId, TopK, given_sample
 
 logger = logging.getLogger(__name__)
 
@@ -127,15 +127,16 @@ def score(options: argparse.Namespace) -> int:
     for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, check_compatibility):
         logger.info("%s: %s", check.__name__.removeprefix("check_"), check(facts))
     tasks = [task for task in facts.train_prompts if task.response_ids is not None]
-    readings = [completion_view(task, given_sample(task, 1, 0.0)) for task in tasks]
+    samples = [(task, given_sample(task, 1, 0.0)) for task in tasks]
+    readings = {sample.id: completion_view(task, sample) for task, sample in samples}
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
-        client = stack.enter_context(connect_or_start(options, facts))
+        client, check = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
         model = next(iter(client.served.values()))
         scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
         store.add_teacher(scored_by)
-        num_new = score_missing(store, scored_by, client, readings, facts)
+        num_new = score_missing(store, scored_by, client, readings, facts, check)
         print(
             f"{options.out}: scores of {len(readings)} completions by {scored_by}, {num_new} of them new; "
             f"{store.num_bytes / 1e9:.3f} GB", flush=True,
@@ -144,13 +145,18 @@ def score(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
-    """Connect to the given service, or start one for the duration of the block. Raises TeacherError."""
+def connect_or_start(
+    options: argparse.Namespace, facts: Facts
+) -> Iterator[tuple[TeacherClient, Callable[[], None]]]:
+    """Connect to the given service, or start one for the duration of the block; return the client and its check.
+
+    The check restarts a started service that was killed, and raises if it has ended. Raises TeacherError.
+    """
     config, (teacher,) = facts.config, run_teachers(facts.config)
     if options.addr is not None:
         endpoints = config.actor_rollout_ref.teacher.endpoints
         with connect(facts, teacher, endpoints) as client:
-            yield client
+            yield client, lambda: None
         return
     topk = config.distillation.topk
     engine = dataclasses.replace(
@@ -165,40 +171,43 @@ def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[Teac
     with service as local:
         local.wait_ready()
         with connect(facts, teacher, [local.address], local.keys, replicas=options.workers) as client:
-            yield client
+            yield client, local.check
 
 
 def score_missing(
-    store: ScoreStore, scored_by: ScoredBy, client: TeacherClient, readings: list[Reading], facts: Facts
-) -> int:
-    """Score the readings that the store does not have; return their number. Raises TeacherError."""
-    missing = []
-    for reading in readings:
+    store: ScoreStore, scored_by: ScoredBy, client: Teacher, readings: dict[SampleId, Reading], facts: Facts,
+    check: Callable[[], None],
+) -> int:  # fmt: skip
+    """Score the readings that the store does not have; return their number.
+
+    `check` raises if the teacher has ended. Raises TeacherError.
+    """
+    missing = dict[SampleId, Reading]()
+    for each, reading in readings.items():
         try:
             found = store.get(scored_by, reading)
         except TeacherError as error:
             logger.warning("%s: its entry is damaged and computed again: %s", reading.name, error)
             found = None
         if found is None:
-            missing.append(reading)
-    waiting = deque[tuple[Reading, Future[TopK]]]()
-    seconds = facts.config.actor_rollout_ref.teacher.request_timeout + GRACE_SECONDS
-    progress = Progress(Counter(range(len(missing))), len(readings), lambda: f"{scored_by}")
-    number = 0
+            missing[each] = reading
+    scorer, scores = TeacherScorer(client), Scores()
+    timeout = Timeout(facts.config.actor_rollout_ref.teacher.request_timeout, f"{UNNAMED}.request_timeout")
+    progress = Progress(Counter(each.row for each in missing), len(readings), lambda: f"{scored_by}")
 
-    def settle(limit: int) -> None:
-        nonlocal number
-        while waiting and (len(waiting) > limit or waiting[0][1].done()):
-            reading, future = waiting.popleft()
-            store.put(scored_by, reading, future.result(seconds))
-            progress.add(number, reading.num_tokens)
-            number += 1
+    def settle() -> None:
+        for each, found in scorer.take_scores(scores, 1, timeout=timeout, check=check).items():
+            assert isinstance(found, TopK)
+            store.put(scored_by, missing[each], found)
+            progress.add(each.row, missing[each].num_tokens)
         progress.show()
 
     with contextlib.closing(progress):
-        for reading in missing:
-            waiting += zip([reading], client.submit([reading]), strict=True)
-            settle(READINGS_WAITING)
-        settle(0)
+        for each, reading in missing.items():
+            [scores[each]] = client.submit([reading])
+            if len(scores) == READINGS_WAITING:
+                settle()
+        while scores:
+            settle()
         progress.show(last=True)
     return len(missing)
