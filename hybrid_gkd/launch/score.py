@@ -131,12 +131,12 @@ def score(options: argparse.Namespace) -> int:
     readings = {sample.id: completion_view(task, sample) for task, sample in samples}
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
-        client, check = stack.enter_context(connect_or_start(options, facts))
+        client, check_teacher = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
         model = next(iter(client.served.values()))
         scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
         store.add_teacher(scored_by)
-        num_new = score_missing(store, scored_by, client, readings, facts, check)
+        num_new = score_missing(store, scored_by, client, readings, facts, check_teacher)
         print(
             f"{options.out}: scores of {len(readings)} completions by {scored_by}, {num_new} of them new; "
             f"{store.num_bytes / 1e9:.3f} GB", flush=True,
