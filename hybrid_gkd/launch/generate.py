@@ -41,7 +41,7 @@ from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.engine import generate_samples as samples_of
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer
-from hybrid_gkd.teacher.engines.options import EngineOptions, positive
+from hybrid_gkd.teacher.engines.options import EngineOptions, positive, within
 from hybrid_gkd.types import GenerationRequest, Pair, Sample, SampleId, SamplingParams, Task
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--filter-overlong-prompts", action="store_true",
         help="skip rows whose prompt leaves no room for --max-tokens, instead of failing")
     add("--max-tokens", type=positive, default=1024, help="maximum number of tokens of a completion (%(default)s)")
-    add("--temperature", type=_number(0, math.inf), default=1.0, help="sampling temperature; 0 is greedy (%(default)s)")
-    add("--top-p", type=_number(1e-6, 1), default=1.0, help="nucleus mass (%(default)s)")
+    add("--temperature", type=within(0, math.inf), default=1.0, help="sampling temperature; 0 is greedy (%(default)s)")
+    add("--top-p", type=within(1e-6, 1), default=1.0, help="nucleus mass (%(default)s)")
     add("--top-k", type=int, default=-1, help="-1 keeps the whole vocabulary")
     add("--seed", type=int, default=0, help="seed from which the seed of each completion is derived")
     add("--keep-cut", action="store_true",
@@ -102,7 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--reward", metavar="NAME", help=f"compute a reward: {', '.join(REWARDS)}, or file.py:function")
     add("--answer-key", help="column with the right answer, as reward.answer_key")
     add("--reward-fn-key", default="data_source", help="column with the name of the data set, as data.reward_fn_key")
-    add("--min-reward", type=_number(-math.inf, math.inf), help="reject completions with a lower reward")
+    add("--min-reward", type=within(-math.inf, math.inf), help="reject completions with a lower reward")
     add("--debug", action="store_true", help="show the traceback of an error")
     EngineOptions.add_to(parser, without=("n_logprobs", "backend", "adapters", "turns"))
     options = parser.parse_args(arguments)
@@ -133,16 +133,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
     return found
-
-
-def _number(low: float, high: float) -> Any:
-    def number(text: str) -> float:
-        value = float(text)
-        if not low <= value <= high or not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be a number within {low:g}..{high:g}, got {text}")
-        return value
-
-    return number
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import msgspec
 from hybrid_gkd.errors import HybridGKDError, TeacherError, describe_error
 from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.teacher.client.connection import query_status
-from hybrid_gkd.teacher.engines.options import EngineOptions, positive
+from hybrid_gkd.teacher.engines.options import EngineOptions, positive, within
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.network import endpoint_url
 from hybrid_gkd.teacher.server.broker import Broker
@@ -251,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--insecure", action="store_true",
                         help="run without keys: everyone who can reach --host (with 127.0.0.1 every user of this "
                              "machine) can use, stop and impersonate the service")
-    server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+    server.add_argument("--drain-timeout", type=within(0, 86400), default=30.0, metavar="SECONDS",
                         help="time after SIGTERM to finish accepted requests; a second signal stops at once")
     worker = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
     worker.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")

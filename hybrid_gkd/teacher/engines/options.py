@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -15,6 +16,18 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def within(low: float, high: float) -> Callable[[str], float]:
+    """Return a parser of finite numbers from `low` to `high`."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be a number within {low:g}..{high:g}, got {text}")
+        return value
+
+    return number
 
 
 def engine_arguments(text: str) -> str:
@@ -52,7 +65,7 @@ class EngineOptions:
     tp_size: int = option(1, "GPUs per model, tensor parallel (vllm)", type=positive)
     backend: str = option("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
     max_model_len: int | None = option(None, "longest sequence, in tokens", type=positive)
-    gpu_memory_utilization: float = option(0.9, "fraction of GPU memory (vllm)", type=float)
+    gpu_memory_utilization: float = option(0.9, "fraction of GPU memory (vllm)", type=within(0.01, 1.0))
     dtype: str = option("auto", "auto: as stored (vllm: half precision for float32); float32 on the CPU")
     engine_kwargs: str = option(
         "{}", 'further arguments as JSON: {"vllm": {...}} for vllm.LLM, {"hf": {...}} for from_pretrained',

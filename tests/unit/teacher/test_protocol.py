@@ -359,6 +359,15 @@ def test_a_worker_and_a_service_with_a_bad_address_or_file_end_before_the_model_
         assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--drain-timeout nan", "--drain-timeout -1", "--gpu-memory-utilization 2"])
+def test_numbers_out_of_range_are_refused_by_the_command_line(option, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["teacher", "serve", "--insecure", "--ckpt-path", "nothere", *option.split()])
+    with pytest.raises(SystemExit):
+        main()
+    name, value = option.split()
+    assert re.search(rf"argument {name}: must be a number within .*, got {value}\n", capsys.readouterr().err)
+
+
 def test_two_long_values_are_shown_where_they_differ():
     model = MODEL
     one, two = (msgspec.structs.replace(model, chat_template="{{ messages }}" * 20 + end) for end in ("a", "b"))
