@@ -21,6 +21,7 @@ from hybrid_gkd.config.loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.launch.system_folders import home_folder
 from hybrid_gkd.reporting.logs import describe_unexpected, log_to_console, silence_console
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
     stopping, code = Stopping(), 0
     stopping.install()
     try:
+        home_folder()
         code = command(stopping)
     except Exception as error:
         if debug:

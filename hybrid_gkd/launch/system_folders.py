@@ -25,7 +25,7 @@ def check_folders(*, starts_ray: bool = True) -> str:
     """
     # Ray reads RAY_TMPDIR, then TMPDIR; other libraries read TMPDIR only.
     variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    temporary, home = Path(os.environ.get(variable) or "/tmp"), Path.home()
+    temporary, home = Path(os.environ.get(variable) or "/tmp"), home_folder()
     try:
         try_to_write(temporary)
     except OSError as error:
@@ -42,6 +42,15 @@ def check_folders(*, starts_ray: bool = True) -> str:
             "fails, set HOME, or VLLM_CACHE_ROOT, TRITON_CACHE_DIR and HF_HOME", home, error.strerror,
         )  # fmt: skip
     return f"temporary files in {temporary}, home {home}"
+
+
+def home_folder() -> Path:
+    """Return the user's home folder. Raises ConfigError: there is none, as in containers with ids of their own."""
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        rule = "must be set to a folder for the caches of this program and its libraries: this user has no home folder"
+        raise ConfigError("HOME", rule, show_value=False) from error
 
 
 def check_socket_folder(variable: str, folder: Path, most: int) -> None:

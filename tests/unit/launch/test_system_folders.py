@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.launch.command_line import run_command
+from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.system_folders import check_folders, try_to_write
 
 NOWHERE = "/proc/nowhere"  # not even root can write there
@@ -28,6 +30,17 @@ def test_a_home_that_cannot_be_written_is_a_warning_with_the_variables(monkeypat
     assert "temporary files in /tmp/made/later" in check_folders()
     assert f"HOME: {NOWHERE} cannot be written to" in caplog.text
     assert "TRITON_CACHE_DIR" in caplog.text
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch, capsys):
+    def no_entry(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    monkeypatch.setattr(Stopping, "install", lambda stopping: None)
+    assert run_command(lambda stopping: 0, debug=False) == 1
+    assert "error: HOME: must be set to a folder for the caches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("variable", "length", "most"), [("RAY_TMPDIR", 29, 28), ("TMPDIR", 71, 70)])
