@@ -108,12 +108,6 @@ def has_several_teachers(config: Config) -> bool:
     return config.distillation.enabled and bool(config.distillation.teacher_models)
 
 
-def compares_in_validation(config: Config) -> bool:
-    """Return whether validation asks teachers for scores, which a store of scores does not have."""
-    validates = config.distillation.enabled and bool(config.data.val_files)
-    return validates and not any(each.section.is_stored for each in run_teachers(config))
-
-
 def summed_teachers(config: Config) -> list[RunTeacher]:
     """Return the teachers that have a term of the loss each, with distillation.ensemble=sum; else none."""
     return run_teachers(config) if config.distillation.ensemble == "sum" and has_several_teachers(config) else []

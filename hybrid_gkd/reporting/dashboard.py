@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybrid_gkd.compat.wandb import app_url, find_view, workspace_json
 from hybrid_gkd.config import CUSTOM, MODEL, Config, has_several_teachers, run_teachers, updates_per_step
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.config.teachers import compares_in_validation
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
 from hybrid_gkd.reporting.metric_table import METRICS, PATTERNS, SOURCES
@@ -169,6 +168,10 @@ def _validates(run: Config) -> bool:
     return bool(run.data.val_files)
 
 
+def _compares_in_validation(run: Config) -> bool:
+    return _validates(run) and _distils(run) and not any(each.section.is_stored for each in run_teachers(run))
+
+
 def _has_policy_loss(run: Config) -> bool:
     return run.has_advantages or run.distillation.use_policy_gradient
 
@@ -259,7 +262,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "timing/wait_prev_gen": lambda run: not _is_hybrid(run),
     "val/accuracy": lambda run: _validates(run) and run.has_reward_functions,
     "val/reward_model": lambda run: _validates(run) and run.uses_reward_model,
-    **dict.fromkeys(("val/forward_kl", "val/reverse_kl"), compares_in_validation),
+    **dict.fromkeys(("val/forward_kl", "val/reverse_kl"), _compares_in_validation),
     **dict.fromkeys(
         ("training/staleness", "response_length/clip_ratio", "response/repeated"), lambda run: not run.is_sft
     ),

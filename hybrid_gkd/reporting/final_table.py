@@ -9,8 +9,10 @@ from pathlib import Path
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.flat import flat
-from hybrid_gkd.config.teachers import compares_in_validation
 from hybrid_gkd.reporting.metric_table import data_source_of, held_out_reward
+
+VALIDATED = ("val/reward_model", "val/forward_kl", "val/reverse_kl")
+"""Metrics of validation that are shown besides the accuracy."""
 
 
 def final_table(
@@ -21,7 +23,7 @@ def final_table(
 ) -> str:
     """Return the table as plain text, one line per fact, without a trailing newline.
 
-    Facts that the configuration does not compute are omitted; unknown ones are a dash.
+    Results that the run has not computed are omitted; other unknown facts are a dash.
 
     Args:
         steps: completed training steps, including those before a resume.
@@ -96,26 +98,18 @@ def _best(config: Config, best: tuple[float, int, Path] | None) -> list[tuple[st
 def _results(
     config: Config, first: Mapping[str, float], last: Mapping[str, float], teacher_accuracy: float | None
 ) -> list[tuple[str, str]]:
-    """Return the lines with the student's results."""
-    distils, validates = config.distillation.enabled, bool(config.data.val_files)
-
-    def change(name: str) -> str:
-        return f"{show(first.get(name), '.4f')} -> {show(last.get(name), '.4f')}"
-
-    rows = []
-    if validates and config.has_reward_functions:
-        known = {"teacher": teacher_accuracy} if distils else {}
-        known |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
-        name, form = held_out_reward(flat(asdict(config)))
-        rows += [(f"held-out {name}: {who}", show(value, form)) for who, value in known.items()]
-    if validates and config.uses_reward_model:
-        rows.append(("val/reward_model, before and after", change("val/reward_model")))
-    if compares_in_validation(config):
-        rows += [(f"{name}, before and after", change(name)) for name in ("val/forward_kl", "val/reverse_kl")]
-    trained = ["actor/kl_loss"] if distils else []
+    """Return the lines with the student's results, as far as the run has computed them."""
+    name, form = held_out_reward(flat(asdict(config)))
+    accuracy = {"teacher": teacher_accuracy if config.distillation.enabled else None}
+    accuracy |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
+    rows = [(f"held-out {name}: {who}", show(value, form)) for who, value in accuracy.items() if value is not None]
     reward = "reward/all_groups" if config.algorithm.filter_groups.enable else "reward/mean"
-    trained += [reward] if config.trains_on_rewards else []
-    return rows + [(f"{name}, first and last step", change(name)) for name in trained]
+    trained = ["actor/kl_loss"] * config.distillation.enabled + [reward] * config.trains_on_rewards
+    changes = {"before and after": VALIDATED, "first and last step": trained}
+    return rows + [
+        (f"{name}, {when}", f"{show(first.get(name), '.4f')} -> {show(last.get(name), '.4f')}")
+        for when, names in changes.items() for name in names if name in first or name in last
+    ]
 
 
 def show(value: float | Path | str | None, form: str = "") -> str:
