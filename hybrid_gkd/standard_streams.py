@@ -38,6 +38,7 @@ class _Output(io.FileIO):
 
 
 def _without_reader(stream: Any, errors: str | None) -> io.TextIOWrapper:
+    """Return a stream to the same file that drops output once the reader has ended; `errors` as in `open`."""
     raw: Any = _Output(stream.fileno(), "w", closefd=False)
     unbuffered = stream.write_through  # PYTHONUNBUFFERED
     return io.TextIOWrapper(

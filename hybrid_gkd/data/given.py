@@ -40,9 +40,9 @@ class GivenCompletion:
 
 
 def split_chat(value: object) -> tuple[object, Chat]:
-    """Split a chat after its last user message; without a last message of the assistant the second part is empty.
+    """Split a chat after its last user message; the second part is empty unless it ends with the assistant's.
 
-    So it is for a value that is no chat, which the check of the prompt reads.
+    A value that is not a list is returned whole, for the check of the prompt.
     """
     chat = value if isinstance(value, list) else []
     roles = [message.get("role") if isinstance(message, dict) else None for message in chat]

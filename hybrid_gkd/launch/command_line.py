@@ -81,7 +81,7 @@ def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
     stopping, code = Stopping(), 0
     stopping.install()
     try:
-        home_folder()
+        home_folder()  # an error here names HOME; libraries would fail later without it
         code = command(stopping)
     except Exception as error:
         if debug:

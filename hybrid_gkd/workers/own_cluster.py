@@ -34,7 +34,8 @@ sleep 1; setsid sh -c 'kill -s KILL -- "-$0"; sleep 1; rm -rf -- "$1"' $$ "$0"
 rm -rf -- "$0"; kill -KILL 0"""
 """Shell command at the end of a run without shutdown: log it in its folder $1, kill its group, remove the folder $0.
 
-The folder comes last, since a process that starts creates it again, and so from outside of the group.
+A process of Ray that is starting creates the folder again, so the folder is removed when the group has ended, by a
+process outside of it. The last line does both on systems without `setsid`.
 """
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
 """Grace period for processes to end, and timeout for killed ones to disappear."""

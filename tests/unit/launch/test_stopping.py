@@ -171,7 +171,6 @@ def test_a_stopping_that_hangs_is_ended_by_a_further_signal(stopping, monkeypatc
 def test_a_signal_that_the_parent_has_it_ignore_stays_ignored():
     """`nohup` sets signals to be ignored."""
     code = """
-import contextlib
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from hybrid_gkd.launch.stopping import Stopping
