@@ -149,8 +149,9 @@ def test_loss_reward_engine_and_tracker_of_ones_own_train_together(folder):
     """All commands of docs/extending.md in one."""
     own = [word for command in documented.OWN_OBJECTS for word in documented.arguments(command)]
     files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", "reward.answer_key=answer"]
-    text = run("bash run_gkd.sh", *own, *short(folder, "own"), *files, "trainer.total_training_steps=2")
-    assert "student after" in text
+    steps = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
+    text = run("bash run_gkd.sh", *own, *short(folder, "own"), *files, *steps)
+    assert "held-out reward: student after" in text
     (first, second) = (folder / "outputs" / "hybrid_gkd" / "own" / "loss.csv").read_text(encoding="utf-8").splitlines()
     assert (first.partition(",")[0], second.partition(",")[0]) == ("1", "2")
 
