@@ -24,7 +24,7 @@ from hybrid_gkd.errors import ConfigError, call_all, raise_all
 from hybrid_gkd.launch.command_line import default_config_name, load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
-from hybrid_gkd.student.checkpoint_store import STATE
+from hybrid_gkd.student.checkpoint_store import STATE, exports
 
 DEFAULTS = (
     "trainer.val_only=true", "trainer.experiment_name=evaluation", "trainer.resume_mode=disable", "trainer.logger=[]",
@@ -106,8 +106,7 @@ def model_folder(model: str) -> str:
     """
     folder = Path(model).expanduser()
     if (folder / STATE).is_file():
-        exports = [folder / name for name in ("huggingface_merged", "huggingface") if (folder / name).is_dir()]
-        return str(next((export for export in exports if not (export / ADAPTER_CONFIG).is_file()), folder))
+        return str(next((each for each in exports(folder) if not (each / ADAPTER_CONFIG).is_file()), folder))
     if (folder / ADAPTER_CONFIG).is_file():
         try:
             return str(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"])

@@ -11,14 +11,12 @@ from typing import Any
 from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.ppo.resuming import changed_settings, state_to_resume
-from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, load_state
+from hybrid_gkd.student.checkpoint_store import EXPORT, MERGED, CheckpointStore, TrainerState, find_damage, load_state
 
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**20
 """Maximum size of files whose checksums are verified first."""
-EXPORT = "huggingface"
-"""Prefix of the exported folders in a checkpoint; damage there is logged only, since resuming does not need them."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,23 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
 
 
 def check_checkpoint(folder: Path, *, steps: int) -> list[str]:
-    """Verify the checksums of a checkpoint; return notes on damage that does not prevent resuming.
+    """Verify the checksums of a checkpoint; return notes on damage to its exports, which resuming does not need.
 
     Large files are verified only if training continues, that is before the last of `steps`. Raises CheckpointError that
     names the first damaged file.
     """
     found = find_damage(folder, largest=SMALL_BYTES)
-    if all(name.startswith(EXPORT) for name in found) and load_state(folder).step < steps:
+    if all(map(_is_exported, found)) and load_state(folder).step < steps:
         logger.info("verifying the checksums of %s", folder)
         found = find_damage(folder)
     for name, reason in found.items():
-        if not name.startswith(EXPORT):
+        if not _is_exported(name):
             raise CheckpointError(f"{folder / name} {reason}")
     return [f"{folder / name} {reason}; not needed to resume" for name, reason in found.items()]
+
+
+def _is_exported(name: str) -> bool:
+    return name.startswith((f"{EXPORT}/", f"{MERGED}/"))
 
 
 def accepted_changes(resumption: Resumption, config: Config, settings: dict[str, Any]) -> list[str]:
@@ -100,6 +102,9 @@ def accepted_changes(resumption: Resumption, config: Config, settings: dict[str,
         return [text]
     raise ConfigError(
         " and ".join(keys),
-        f"{text}\ntrue resumes from step {state.step} with the new settings, if steps are left; "
-        "another trainer.experiment_name starts a new run", show_value=False,
+        "\n".join([
+            *resumption.remarks, text,
+            f"true resumes from step {state.step} with the new settings, if steps are left; "
+            "another trainer.experiment_name starts a new run",
+        ]), show_value=False,
     )

@@ -49,7 +49,7 @@ from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.scoring.teacher_prompts import CompletionPrompts
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
-from hybrid_gkd.student.checkpoint_store import CheckpointStore
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, exports
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster
@@ -68,10 +68,9 @@ def suggest_next_steps(config: Config) -> None:
     if not is_interactive(config.trainer.console):
         return
     report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
-    exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
     show_next_steps(
         sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
-        huggingface=next((folder for folder in exports if folder.is_dir()), None),
+        huggingface=next(iter(exports(newest)), None),
         base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(),
         train_on=further_overrides(config),
     )
@@ -357,13 +356,12 @@ def locked_run_folder(config: Config) -> Iterator[None]:
 def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None, *, resumed: bool) -> str:
     """Return the final table."""
     run_dir = trainer.config.run_dir
-    huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
     best, metrics, report = trainer.best, run_dir / "metrics.jsonl", run_dir.absolute() / REPORT
     return final_table(
         trainer.config, steps=trainer.step, wall_seconds=time.monotonic() - started, first=trainer.first_metrics,
         last=trainer.last_metrics, teacher_accuracy=teacher_accuracy, checkpoint=trainer.checkpoint,
         best=(best.value, best.step, trainer.store.folder(best.step)) if best else None,
-        huggingface=huggingface if huggingface and huggingface.is_dir() else None,
+        huggingface=next(iter(exports(trainer.checkpoint)), None),
         metrics=metrics if metrics.is_file() else None, report=report if report.is_file() else None,
         config_file=run_dir / "config.yaml", resumed=resumed,
     )

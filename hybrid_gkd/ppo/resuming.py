@@ -84,11 +84,9 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     rewards: tuple[str, ...] = REWARD if config.scores_rollouts else ()
     rewards += REWARD_MODEL if rewards and config.reward_model.enable else ()
     critic, reference = CRITIC if config.uses_critic else (), REFERENCE if config.uses_reference else ()
-    config, found = dataclasses.replace(config, critic=config.resolved_critic), dict[str, Any]()
+    config = dataclasses.replace(config, critic=config.resolved_critic)
     average = (f"{ARR}.teacher.ema_decay",) if config.has_moving_average else ()
-    for key in (*LEARNING, *rewards, *critic, *reference, *average):
-        value = operator.attrgetter(key)(config)
-        found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    found = _values(config, (*LEARNING, *rewards, *critic, *reference, *average))
     found = {key: value for key, value in found.items() if key not in LIMITS}
     scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"
     optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
@@ -108,17 +106,33 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     return settings
 
 
+def validation_settings(config: Config, prompts: Collection[Task], learning: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that determine the validation metrics of given weights.
+
+    Args:
+        prompts: those of validation.
+        learning: result of `learning_settings`, with those of the teachers.
+    """
+    keys = (*REWARD, *REWARD_MODEL, f"{ARR}.rollout.val_kwargs", "distillation.topk", "distillation.temperature")
+    found: dict[str, Any] = json.loads(json.dumps(_values(config, keys)))
+    texts = (f"{prompt.text}\n{prompt.answer}\n" for prompt in prompts)
+    found["data.val_files (checksum of prompts and answers)"] = _checksum(texts)
+    return found | {key: value for key, value in learning.items() if ".teacher" in key}
+
+
 def teacher_settings(where: str, model: str, weights: str) -> dict[str, str]:
     """Return the settings that identify the teacher of a section; `weights`: their hash, empty if unknown."""
     path = f"{where}.model.path"
     return {path: model} | ({path + WEIGHTS: weights} if weights else {})
 
 
-def _flat(section: Any, prefix: str) -> dict[str, Any]:
+def _values(section: Any, keys: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Return the values of keys, and of all keys within those that are sections, by dotted key."""
     found: dict[str, Any] = {}
-    for entry in dataclasses.fields(section):
-        value, key = getattr(section, entry.name), f"{prefix}.{entry.name}"
-        found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    for key in keys:
+        value = operator.attrgetter(key)(section)
+        within = [entry.name for entry in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        found |= _values(value, within, f"{prefix}{key}.") if within else {prefix + key: value}
     return found
 
 

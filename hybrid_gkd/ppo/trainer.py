@@ -26,7 +26,7 @@ from hybrid_gkd.ppo.generation import RolloutGenerator
 from hybrid_gkd.ppo.guards import Guards
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
-from hybrid_gkd.ppo.resuming import data_state, state_to_resume
+from hybrid_gkd.ppo.resuming import changed_settings, data_state, state_to_resume, validation_settings
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
@@ -105,6 +105,7 @@ class PPOTrainer:
         self.step = self.extra_batches = 0
         """Position in the data: completed training steps, and generation batches beyond one per step."""
         self.saving = CheckpointWriter(config, group, store)
+        self._validation = validation_settings(config, val_prompts, self.settings)
         self.best: Best | None = None
         """Best validation by `trainer.best_metric`; the store has its checkpoint."""
         self._unreported: dict[str, float] = {}
@@ -439,6 +440,7 @@ class PPOTrainer:
         return TrainerState(
             step=self.step, data=data, first_metrics=dict(self.first_metrics), settings=self.settings, best=self.best,
             kl_coef=self.kl_penalty.state, extra_batches=self.extra_batches, working_dir=os.getcwd(),
+            validation=self._validation,
         )  # fmt: skip
 
     def _resume(self, folder: Path) -> None:
@@ -449,4 +451,19 @@ class PPOTrainer:
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
         self.best = self.saving.best = best_to_resume(self.config.trainer.best_metric, state, self.store)
+        self._compare_validations(state)
         self.kl_penalty.resume(state.kl_coef)
+
+    def _compare_validations(self, state: TrainerState) -> None:
+        """Drop the checkpoint's results of validation if those to come differ in their settings."""
+        if not self.val_prompts:  # nothing is compared until a later start
+            self._validation = state.validation
+        changed = changed_settings(state.validation, self._validation, folder=state.working_dir)
+        if not changed or self.config.trainer.val_only:
+            return
+        self.best = self.saving.best = None
+        self.first_metrics = {name: value for name, value in self.first_metrics.items() if not name.startswith("val/")}
+        logger.warning(
+            "earlier validations are not compared with those from now on, which differ (was -> is):\n%s",
+            "\n".join(changed),
+        )

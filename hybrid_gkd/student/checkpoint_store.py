@@ -5,6 +5,7 @@
       global_step_N/
         actor/              weights and optimizer state: one safetensors file per rank, see student/shard_files.py
         huggingface/        config, safetensors, tokenizer; with LoRA a peft adapter folder
+        huggingface_merged/ with LoRA and `checkpoint.save_merged`, the model with its adapters merged
         trainer_state.json  see TrainerState
         manifest.json       size and checksum of every other file, and a checksum of this list
       snapshot/             the same for the newest snapshot, without exports; or a link to trainer.snapshot_dir
@@ -41,6 +42,8 @@ RESERVED, UNFINISHED = ".reserved_for_a_checkpoint", ".global_step_*.writing"
 """Names of the file that reserves disk space, and of incomplete checkpoints; a killed run leaves them behind."""
 SNAPSHOT = "snapshot"
 """Folder or link in the run folder with the newest snapshot, as the only checkpoint of a store of its own."""
+EXPORT, MERGED = "huggingface", "huggingface_merged"
+"""Folders of a checkpoint in Hugging Face format."""
 READERS = 8
 """Number of files checked concurrently."""
 
@@ -66,6 +69,8 @@ class TrainerState:
     """Metrics of the first step and of the validation before training, for the final table."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings that determine what is learned, see ppo/resuming.py; empty if unknown."""
+    validation: dict[str, Any] = field(default_factory=dict)
+    """Settings that determine the validation metrics; empty if unknown."""
     working_dir: str = ""
     """Base folder of relative paths in the settings; empty if unknown."""
     best: Best | None = None
@@ -246,6 +251,12 @@ class CheckpointStore:
                     logger.warning("cannot remove an old checkpoint: %s: %s", self.folder(step), error)
 
 
+def exports(checkpoint: Path | None) -> list[Path]:
+    """Return the folders of a checkpoint in Hugging Face format, the merged model before the adapters."""
+    folders = [checkpoint / name for name in (MERGED, EXPORT)] if checkpoint is not None else []
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def step_in_name(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
     return int(folder.name.rpartition("_")[2])
@@ -296,11 +307,14 @@ def load_state(folder: Path) -> TrainerState:
 def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
     """Write the list of all files of a checkpoint; compute checksums missing in `sums`.
 
-    Raises OSError, also if a file of `sums` is not in the folder, which not all workers share then.
+    Raises OSError, also if a file of `sums` is not in the folder: workers do not share it, or it was removed.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if missing := sums.keys() - set(names):
-        raise FileNotFoundError(f"{min(missing)} was written by a worker and is not in this folder: all must share it")
+        raise FileNotFoundError(
+            f"{min(missing)} was written by a worker and is not in this folder: all workers must share it, and no "
+            "other process may remove files from it"
+        )
     listed = {name: asdict(sums.get(name) or FileSum.of(folder / name)) for name in names}
     text = json.dumps({"crc32": _manifest_sum(listed), "files": listed}, indent=2)
     (folder / MANIFEST).write_text(text, encoding="utf-8")

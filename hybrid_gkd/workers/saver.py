@@ -23,14 +23,13 @@ from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.threads import single_thread
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.student import checkpoint_io
+from hybrid_gkd.student.checkpoint_store import EXPORT, MERGED
 from hybrid_gkd.student.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
 
 STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
 """Model -> phase in which all of its tensors are on the device."""
-MERGED = "huggingface_merged"
-"""Folder in the checkpoint of the student with its adapters merged."""
 T = TypeVar("T")
 Write = Callable[[Path], dict[str, FileSum]]
 """Function that writes files into a folder and returns their checksums by name."""
@@ -52,7 +51,7 @@ class Saver:
         """Writers of the snapshot by folder in the checkpoint."""
         self._written: Future[tuple[dict[str, FileSum], float]] | None = None
         section = config.actor_rollout_ref.actor.checkpoint
-        wanted = {"huggingface": section.save_hf_model, MERGED: section.save_merged}
+        wanted = {EXPORT: section.save_hf_model, MERGED: section.save_merged}
         self._exports = [name for name, is_wanted in wanted.items() if is_wanted]
         """Folders of the exports in the checkpoint."""
         self._copies: HostCopies | None = None

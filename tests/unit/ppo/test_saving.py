@@ -186,6 +186,25 @@ def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_pa
     assert f"best checkpoint: {tmp_path / 'global_step_1'}, val/forward_kl 1" in caplog.text
 
 
+def test_a_resumed_run_does_not_compare_with_another_validation(tmp_path, caplog):
+    settings = ["trainer.best_metric=val/forward_kl", "trainer.test_freq=1", "data.val_files=unused"]
+    settings += ["trainer.save_freq=-1"]
+    before, _, _ = fit("sync", 2, tmp_path, *settings)
+    kept = before.best, {name for name in before.first_metrics if name.startswith("val/")}
+    assert None not in kept
+    assert "val/forward_kl" in kept[1]
+
+    def resume(*overrides):
+        found, _, failure = fit("sync", 2, tmp_path, *settings, *overrides, resume_from=before.checkpoint)
+        assert failure is None
+        return found.best, {name for name in found.first_metrics if name.startswith("val/")}
+
+    assert resume() == kept
+    assert "not compared" not in caplog.text
+    assert resume("actor_rollout_ref.rollout.val_kwargs.temperature=0.5") == (None, set())
+    assert "rollout.val_kwargs.temperature: 0.0 -> 0.5" in caplog.text
+
+
 @pytest.mark.slow
 def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, monkeypatch):
     group, reserved = SlowDisk(2), []
