@@ -43,10 +43,14 @@ class Console:
             self._style = "full"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._step = step
+        self._step, now = step, time.monotonic()
+        if step == self._start:  # a validation before training, which no step repeats
+            self._started = now
         if self._style == "quiet":
             return
-        signal = {"actor/kl_loss": "KL", "reward/all_groups": "reward", "reward/mean": "reward"}
+        signal = {
+            "actor/kl_loss": "KL", "reward/all_groups": "reward", "reward/mean": "reward", "actor/sft_loss": "SFT loss",
+        }  # fmt: skip
         summary = [f"{label} {metrics[name]:.4f}" for name, label in signal.items() if name in metrics][:1]
         if "perf/tokens_per_second" in metrics:
             summary.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
@@ -61,7 +65,6 @@ class Console:
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
             return
-        now = time.monotonic()
         if self._style == "full":
             summary, held_out = [format_metrics(metrics)], []
         elif not held_out and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:

@@ -360,6 +360,17 @@ def test_console_in_a_file_has_a_line_of_every_step_with_the_time_and_all_metric
         assert re.fullmatch(time + pattern, line)
 
 
+def test_a_validation_before_training_is_not_in_the_pace_of_the_steps(monkeypatch):
+    clock, stream = [0.0], io.StringIO()
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info(console="progress"))
+    for step in range(2):
+        clock[0] += 300.0 if step == 0 else 6.0
+        console.log({"actor/sft_loss": 2.0}, step)
+    assert stream.getvalue().splitlines()[-1].endswith("step 1/10  00:54 left  SFT loss 2.0000")
+
+
 def test_a_bar_whose_run_ends_early_shows_no_time_left(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
