@@ -80,7 +80,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "critic/vf_loss": ("", "Critic loss: half the squared value error, clipped (critic.cliprange_value)"),
     "critic/vf_clipfrac": ("fraction", "Completion tokens where the clipped value has the larger error"),
     "critic/vf_explained_var": (
-        "fraction", "1 - Var(return - value) / Var(return) before the update; absent if all returns are equal"
+        "", "1 - Var(return - value) / Var(return) before the update, at most 1; absent if all returns are equal"
     ),
     "critic/values/mean": ("", "Mean value (expected return) of a completion token before the update"),
     "critic/returns/mean": ("", "Mean return of a completion token, the critic's target"),
@@ -228,10 +228,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "(actor_rollout_ref.rollout.val_kwargs.n) it is mean@n and pass@1"
     ),
     "val/reward_model": ("", "Mean score of the reward model on held-out prompts, without its weight"),
-    "val/best@n": ("fraction", "Best reward of a prompt's n completions, mean over prompts"),
-    "val/maj@n": ("fraction", "Reward of the majority answer among a prompt's n completions, mean over prompts"),
+    "val/best@n": ("", "Best reward of a prompt's n completions, mean over prompts"),
+    "val/maj@n": ("", "Reward of the majority answer among a prompt's n completions, mean over prompts"),
     "val/pass@k": (
-        "fraction", "Expected best reward of k completions of a prompt, k = 2, 4, ... up to n: unbiased estimate from "
+        "", "Expected best reward of k completions of a prompt, k = 2, 4, ... up to n: unbiased estimate from "
         "n completions; for rewards of 0 and 1 the estimator of arXiv 2107.03374"
     ),
     "val/forward_kl": (
@@ -266,8 +266,13 @@ SOURCES = "val/<data source>/..."
 
 def check_names(metrics: Iterable[str]) -> None:
     """Check that all names are documented in `METRICS`; raises AssertionError."""
-    unknown = sorted(name for name in metrics if _in_table(data_source_of(name)[1]) not in METRICS)
+    unknown = sorted(name for name in metrics if entry_of(name) not in METRICS)
     assert not unknown, f"metrics without an entry in hybrid_gkd/reporting/metric_table.py: {', '.join(unknown)}"
+
+
+def entry_of(name: str) -> str:
+    """Return the entry of a metric: `val/best@n` for `val/org/math/best@8`."""
+    return _in_table(data_source_of(name)[1])
 
 
 def data_source_of(name: str) -> tuple[str, str]:

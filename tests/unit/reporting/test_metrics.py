@@ -18,6 +18,11 @@ def test_every_metric_is_documented():
         assert "|" not in description + unit, f"{name}: breaks the table of docs/metrics.md"
 
 
+def test_a_metric_that_may_leave_0_to_1_is_no_fraction():
+    rewards = ("val/accuracy", "val/best@n", "val/maj@n", "val/pass@k", "reward/mean", "critic/vf_explained_var")
+    assert {METRICS[name][0] for name in rewards} == {""}
+
+
 def test_check_names_accepts_the_table():
     check_names(METRICS)
     check_names({})
