@@ -46,7 +46,7 @@ class Panel(NamedTuple):
 SEVERAL_SAMPLES = tuple(name for name in PATTERNS if name.startswith("val/"))
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Learning": (
-        Panel("Held-out accuracy", ("val/accuracy",)),
+        Panel("Held-out accuracy or reward", ("val/accuracy",)),
         Panel("Held-out score of the reward model", ("val/reward_model",)),
         Panel("Held-out divergence", ("val/forward_kl", "val/reverse_kl")),
         Panel("Held-out divergence by quarter of the completion", ("val/forward_kl/", "val/reverse_kl/")),
@@ -74,7 +74,12 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Gradient norm", ("actor/grad_norm",)),
         Panel("Learning rate", ("actor/lr",)),
         Panel("Staleness", ("training/staleness",)),
-        Panel("Importance weights", ("actor/importance/",)),
+        Panel("KL of rollout and trainer policy", ("actor/importance/kl", "actor/importance/k3_kl")),
+        Panel("Largest probability ratio of rollout and trainer policy", ("actor/importance/largest_ratio",)),
+        Panel("Mean importance weight", ("actor/importance/mean",)),
+        Panel("Effective sample size and rejected tokens", (
+            "actor/importance/effective_sample_size", "actor/importance/rejected",
+        )),
     ),
     "Time": (
         Panel("Step time by phase", (
@@ -83,6 +88,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             "timing/other",
         ), stacked=True),
         Panel("Step time", ("timing/step",)),
+        Panel("Generation time", ("timing/gen",)),
         Panel("Actor update time by part", ("timing/update_actor/",), stacked=True),
         Panel("Critic update time by part", ("timing/update_critic/",), stacked=True),
         Panel("Throughput", ("perf/tokens_per_second",)),
@@ -110,7 +116,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Tokens by alignment (another tokenizer)", ("teacher/tokens/",)),
         Panel("Retries", ("teacher/retries",)),
         Panel("Teacher throughput", ("teacher/tokens_per_second",)),
-        Panel("Several teachers", ("teacher/<key>/",)),
+        Panel("Latency of each teacher", ("teacher/<key>/latency",)),
+        Panel("Tokens by teacher", ("teacher/<key>/token_fraction",)),
         Panel("Engine utilization", ("teacher/engine_busy",)),
         Panel("Reply size", ("teacher/bytes_per_token",)),
     ),
@@ -264,7 +271,8 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "val/reward_model": lambda run: _validates(run) and run.uses_reward_model,
     **dict.fromkeys(("val/forward_kl", "val/reverse_kl"), _compares_in_validation),
     **dict.fromkeys(
-        ("training/staleness", "response_length/clip_ratio", "response/repeated"), lambda run: not run.is_sft
+        ("timing/gen", "training/staleness", "response_length/clip_ratio", "response/repeated"),
+        lambda run: not run.is_sft,
     ),
     **dict.fromkeys(SEVERAL_SAMPLES, lambda run: (
         _validates(run) and run.has_reward_functions and run.actor_rollout_ref.rollout.val_kwargs.n > 1
@@ -288,6 +296,8 @@ def plan_panels(run: Config | None = None) -> dict[str, list[Panel]]:
     for section, panels in SECTIONS.items():
         for panel in panels:
             names = tuple(name for name in METRICS if _matches(name, panel) and reports(run, name))
+            if panel.stacked and run is not None and not _is_hybrid(run):  # these generate in the background
+                names = tuple(name for name in names if name != "timing/gen")
             # A prefix covers metrics without a panel so far; a full name may be in several panels.
             names = tuple(name for name in names if name in left or name in panel.metrics)
             left = [name for name in left if name not in names]

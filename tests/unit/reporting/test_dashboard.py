@@ -1,5 +1,6 @@
 import base64
 import http.server
+import itertools
 import json
 import logging
 import re
@@ -37,6 +38,23 @@ def test_no_panel_shows_a_metric_that_does_not_exist():
                 assert name in METRICS or (start and any(each.startswith(start) for each in METRICS)), name
     for start in REPORTED:
         assert any(name.startswith(start) for name in METRICS), start
+
+
+def test_a_panel_has_metrics_of_one_unit():
+    for panel in itertools.chain(*plan_panels().values()):
+        assert len({METRICS[name][0] for name in panel.metrics}) == 1, panel.title
+
+
+def test_the_phases_that_are_stacked_do_not_overlap():
+    def stacked(*overrides):
+        panels = itertools.chain(*plan_panels(run_config(*overrides)).values())
+        return next(panel.metrics for panel in panels if panel.title == "Step time by phase")
+
+    assert "timing/gen" in stacked()
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+    assert "timing/wait_prev_gen" in stacked(*pools)
+    assert "timing/gen" not in stacked(*pools)
+    assert "timing/gen" in shown(run_config(*pools))
 
 
 def test_every_metric_has_a_panel_and_the_headline_ones_have_one_by_name():
