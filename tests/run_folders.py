@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -62,13 +63,14 @@ def make_run(
         worker = stack.enter_context(contextlib.closing(SpanFile(config.run_dir / "logs" / "worker_0.spans.jsonl")))
         tracking = stack.enter_context(Tracking([], info))
         is_ready()
+        begun = time.monotonic()
         if start == 0:
             tracking.log_generations(samples(0, words), 0)
             tracking.log_tokens(tokens(0, words) if distils else [], 0)
             divergence = {"val/forward_kl": 2.0, "val/reverse_kl": 3.0} if distils else {}
             tracking.log({"val/accuracy": 0.2, "timing/testing": 1.0, **divergence}, 0)
         for step in range(first, steps + 1):
-            record_spans(spans, worker, step)
+            record_spans(spans, worker, step, begun + 0.5 * step)
             tracking.log_lengths([step % 7, 3, 6, 8], step)
             row = step_row(step, distils=distils)
             if step % 10 == 0:
@@ -116,9 +118,8 @@ def tokens(step: int, words: int = 0) -> list[dict[str, Any]]:
     return [{"prompt": "sort 1", "response": samples(step, words)[1].response, "num_tokens": 6, "tokens": scored}]
 
 
-def record_spans(trainer: SpanFile, worker: SpanFile, step: int) -> None:
-    """Half a second: generation, a teacher's requests, update, publish."""
-    begin = 1000.0 + 0.5 * step
+def record_spans(trainer: SpanFile, worker: SpanFile, step: int, begin: float) -> None:
+    """Record a step of half a second: generation, a teacher's requests, update, publish."""
     parts = {"gen": 0.0, "wait_prev_teacher": 0.1, "update_actor": 0.25, "sync_rollout_weights": 0.45}
     for (name, start), end in zip(parts.items(), [*list(parts.values())[1:], 0.5], strict=True):
         trainer(Span("trainer", name, begin + start, begin + end, 0, step))

@@ -97,6 +97,16 @@ def test_the_time_is_that_of_the_whole_run(page, runs, tmp_path):
     assert max(validation) - min(validation) == pytest.approx(max(widths) / 31, rel=0.01)
 
 
+@pytest.mark.parametrize(("loaded", "said"), [
+    ({"device": "cpu"}, "The run was on the CPU."), ({"device": "NVIDIA L4"}, "GPU capacity: not in run.log."),
+])  # fmt: skip
+def test_a_run_without_a_known_capacity_was_on_the_cpu_only_if_its_start_says_so(page, tmp_path, loaded, said):
+    for name, row in (("starts", {"start": 1.0, "loaded": loaded}), ("metrics", {"memory/update/gradients_gb": 1.0})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"step": 0, **row}) + "\n", encoding="utf-8")
+    open_report(page, [tmp_path], tmp_path)
+    assert page.value("document.querySelector('#memory .panel > p').textContent") == said
+
+
 def test_answers_as_long_as_the_limit_are_below_it(page, runs, tmp_path):
     open_report(page, [runs["distillation"]], tmp_path)
     marks = "[...document.querySelectorAll('#lengths .chart')[0].querySelectorAll('.mark-%s.role-mark %s')]"

@@ -127,6 +127,6 @@ function lengths() {
                 curvePanel("Held-out completion length", ["val/response_length"]),
                 curvePanel("Held-out truncated fraction", ["val/response_length/clip_ratio"])].filter(Boolean);
   const all = [...found, ...more];
-  return section("lengths", "Lengths", "Lengths of completions; those at the limit are truncated.",
+  return section("lengths", "Lengths", "Lengths of completions. Those at the limit are truncated, unless their last token is the end of the text.",
                  all.length ? element("div", {className: "panels"}, ...all) : empty("No step has ended yet."));
 }

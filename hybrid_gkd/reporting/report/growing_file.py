@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,26 @@ class GrowingFile:
     """Reads each complete line of a growing file once."""
 
     def __init__(self, path: Path):
-        self._path, self._read, self._file_id = path, 0, 0
+        self.path, self._read, self._file_id = path, 0, 0
+        self.unreadable = 0
+        """Lines read so far that are no rows."""
 
     def replaced(self) -> bool:
         """Return whether the file was replaced or truncated; if so, restart at its beginning."""
         try:
-            status = self._path.stat()
+            status = self.path.stat()
         except OSError:
             return False
         another = self._file_id not in (0, status.st_ino) or status.st_size < self._read
         self._file_id = status.st_ino
         if another:
-            self._read = 0
+            self._read = self.unreadable = 0
         return another
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield new complete lines with their byte offsets; none if the file is missing."""
         try:
-            file = self._path.open("rb")
+            file = self.path.open("rb")
         except OSError:
             return
         with file:
@@ -45,11 +47,22 @@ class GrowingFile:
                 start, self._read = self._read, self._read + len(line)
                 yield start, line
 
-    def rows(self) -> Iterator[Any]:
-        """Yield new lines parsed as JSON; skip invalid lines."""
+    def rows(self, *fields: str) -> Iterator[dict[str, Any]]:
+        """Yield new lines that are JSON objects with these fields; count the others as unreadable."""
         for _, line in self.lines():
-            with contextlib.suppress(ValueError):  # truncated by a crash
-                yield json.loads(line)
+            if (row := parse_row(line, fields)) is not None:
+                yield row
+            else:
+                self.unreadable += 1
+
+
+def parse_row(line: bytes, fields: Sequence[str]) -> dict[str, Any] | None:
+    """Return a line as a JSON object with these fields; None if it is none, as after a crash or damage."""
+    with contextlib.suppress(ValueError):
+        row = json.loads(line, parse_constant=int)  # refuses NaN, which no run writes
+        if isinstance(row, dict) and all(field in row for field in fields):
+            return row
+    return None
 
 
 def step_of(line: bytes) -> int | None:

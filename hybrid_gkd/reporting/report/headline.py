@@ -34,6 +34,8 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
         filtered = "reward/all_groups" in run.last
         name, note = ("reward/all_groups", "all groups") if filtered else ("reward/mean", "completions trained on")
         cards.append(_trained(run, name, "Mean reward", ".3f", note, rises=True))
+    if "actor/sft_loss" in run.last:
+        cards.append(_trained(run, "actor/sft_loss", "SFT cross-entropy", ".4f", "nats/token", rises=False))
     elapsed = run.last.get("timing/elapsed")
     starts = f"in {state['starts']} starts" if state["starts"] > 1 else ""
     loading = sum(start["ready"] - start["start"] for start in run.starts if "ready" in start)
@@ -80,14 +82,16 @@ def _remaining_time(run: RunFolder, state: dict[str, Any]) -> str:
 
 
 def _validated(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
-    """Return the card of a validation metric: first, last and best value."""
-    points, best = run.points(name), ""
+    """Return the card of a validation metric: first (if not the only one), last and best value."""
+    points, best, began = run.points(name), "", ""
     if points:
+        began = f"first at step {points[0].step}" if points[0].step and points[0].rows == 1 else ""
         peak = max(points, key=lambda point: point.high) if rises else min(points, key=lambda point: point.low)
         value = peak.high if rises else peak.low
         if value != run.last[name]:
             best = f"best {value:{form}} {'at' if peak.rows == 1 else 'by'} step {peak.step}"
-    return _change(run.first.get(name), run.last.get(name), label, form, _listed(best, note), rises=rises)
+    before = run.first.get(name) if len(points) > 1 else None
+    return _change(before, run.last.get(name), label, form, _listed(began, best, note), rises=rises)
 
 
 def _trained(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
@@ -99,7 +103,7 @@ def _trained(run: RunFolder, name: str, label: str, form: str, note: str, *, ris
     if tenth > 1:
         note = f"first and last tenth, {note}"
     before, after = ends or (None, None)
-    return _change(before, after, label, form, note, rises=rises)
+    return _change(before if len(points) > 1 else None, after, label, form, note, rises=rises)
 
 
 def _change(before: float | None, after: float | None, label: str, form: str, note: str, *, rises: bool) -> Card:

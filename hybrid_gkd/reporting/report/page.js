@@ -3,12 +3,14 @@
 const REFRESH_SECONDS = 5;
 const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular expression selects all matching names
   ["learning", "Learning", "Validation and training metrics of the student.", [
-    ["Held-out accuracy", ["val/accuracy"]],
+    ["Held-out accuracy or reward", ["val/accuracy"]],
+    ["Held-out score of the reward model", ["val/reward_model"]],
     ["Held-out pass@k", [/^val\/pass@\d+$/]],
     ["Held-out divergence", ["val/forward_kl", "val/reverse_kl"]],
     ["Held-out KL(teacher, student) by quarter of the completion", [/^val\/forward_kl\/q\d$/]],
     ["Held-out KL(student, teacher) by quarter of the completion", [/^val\/reverse_kl\/q\d$/]],
     ["Distillation loss", ["actor/kl_loss"]],
+    ["SFT cross-entropy", ["actor/sft_loss"]],
     ["Divergence to each teacher", [/^actor\/distillation\/[^/]+\/(kl_loss|forward_kl|reverse_kl)$/]],
     ["Forward and reverse KL", ["actor/distillation/forward_kl", "actor/distillation/reverse_kl"]],
     ["Reward", ["reward/mean", "reward/std"]],
@@ -25,7 +27,9 @@ const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular ex
     ["Fraction of clipped tokens", ["actor/pg_clipfrac", "actor/distillation/clamp_share"]],
     ["Approximate KL to the old policy", ["actor/ppo_kl"]],
     ["KL to the reference policy", ["actor/ref_kl", "reward/kl"]],
-    ["Importance weights", ["actor/importance/mean", "actor/importance/effective_sample_size"]],
+    ["KL of rollout and trainer policy", ["actor/importance/kl", "actor/importance/k3_kl"]],
+    ["Mean importance weight", ["actor/importance/mean"]],
+    ["Effective sample size and rejected tokens", ["actor/importance/effective_sample_size", "actor/importance/rejected"]],
   ]],
   ["critic", "Critic", "Value estimates and critic updates.", [
     ["Values and returns", ["critic/values/mean", "critic/returns/mean"]],
@@ -39,7 +43,8 @@ const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular ex
     ["Teacher throughput", ["teacher/tokens_per_second"]],
     ["Overlapped fraction of teacher time", ["teacher/hidden_fraction"]],
     ["Latency", ["teacher/latency", "teacher/latency_p95", "teacher/latency_p99"]],
-    ["Several teachers", [/^teacher\/.+\/(latency|token_fraction)$/]],
+    ["Latency of each teacher", [/^teacher\/.+\/latency$/]],
+    ["Tokens by teacher", [/^teacher\/.+\/token_fraction$/]],
     ["Queue length", ["teacher/queue_length"]],
     ["Engine utilization", ["teacher/engine_busy"]],
     ["Retries", ["teacher/retries"]],
@@ -52,7 +57,7 @@ const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular ex
 const PARTS = [  // of a step, in the order in which they are stacked, with their colours
   ["gen", 0], ["wait_prev_gen", 5], ["wait_prev_teacher", 7], ["reward", 12], ["reward_model", 10], ["values", 8],
   ["update_critic", 9], ["ref", 6], ["update_actor", 1], ["sync_rollout_weights", 2], ["testing", 3], ["save_checkpoint", 4],
-  ["other", 11],
+  ["snapshot", 13], ["other", 11],
 ];
 const SPAN_COLORS = {...Object.fromEntries(PARTS), request: 3, initialize: 4};
 const PHASES = ["rollout", "reward_model", "reference", "critic_update", "critic_optimizer_step", "update", "optimizer_step", "publish"];
@@ -202,7 +207,7 @@ function timelines() {
   const found = page.runs.filter(run => run.timeline).map(run => timeline(run));
   const note = "Timeline of a step of median length, among the last ones without validation or checkpoint.";
   return section("timeline", "One step", note,
-                 found.length ? found : empty("No complete step has been recorded yet."));
+                 found.length ? found : empty("No complete step without validation or checkpoint has been recorded yet."));
 }
 
 function timeline(run) {
@@ -270,7 +275,7 @@ function memoryPanel(run, values, end) {
   const rule = () => ({data: {values: [{card}]}, mark: {type: "rule", color: css("--bad"), strokeWidth: 2, strokeDash: [4, 3]}, encoding: {x: {field: "card", type: "quantitative"}}});
   const chart = new Chart(`Memory by phase: ${scaled.map(value => `${value.phase} ${value.owner} ${value.text}`).join(", ")}`, width => ({height: 30 * new Set(values.map(value => value.phase)).size, layer: card ? [...layers(width), rule()] : layers(width)}));
   const title = page.runs.length > 1 ? runLabel(run) : card ? "GPU memory by phase" : "Memory by phase";
-  const against = card ? `GPU capacity: ${show(card)} GiB (dashed).` : "The run was on the CPU.";
+  const against = card ? `GPU capacity: ${show(card)} GiB (dashed).` : run.device === "cpu" ? "The run was on the CPU." : "GPU capacity: not in run.log.";
   const peaks = [["perf/max_memory_allocated_gb", "torch's allocator"], ["perf/max_host_memory_gb", "host memory of a worker"]]
     .filter(([name]) => run.metrics[name]).map(([name, label]) => `${label} ${show(Math.max(...(run.metrics[name].high ?? run.metrics[name].mean)))} GiB`);
   const most = peaks.length ? ` Peaks: ${peaks.join(", ")}.` : "";

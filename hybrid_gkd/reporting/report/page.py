@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hybrid_gkd.reporting.metric_table import METRICS
+from hybrid_gkd.reporting.metric_table import METRICS, entry_of
 from hybrid_gkd.reporting.report.headline import headline
 from hybrid_gkd.reporting.report.run_folder import POINTS, RunFolder
 
@@ -35,7 +35,7 @@ def page_data(runs: Sequence[RunFolder], *, live: bool = False) -> bytes:
     values = {key: [data["config"].get(key) for data in found] for key in keys}
     named = {name for data in found for name in data["metrics"]}
     page = {
-        "runs": found, "names": {name: METRICS[name] for name in METRICS if name in named}, "live": live,
+        "runs": found, "names": {name: METRICS.get(entry_of(name)) for name in sorted(named)}, "live": live,
         "differing": {key: each for key, each in values.items() if any(value != each[0] for value in each)},
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
     }

@@ -1,9 +1,9 @@
 // Charts of Vega-Lite: curves and stacked areas that share one cursor, bars, histograms over time.
 // A chart's values are read by the pointer, or with the arrow keys where it has the focus.
 
-const COLORS = {  // Okabe and Ito and five more, the dark ones lighter on a dark page
-  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000", "#7f7f7f", "#7a3fa0", "#8c510a", "#01665e", "#b0b7c3", "#e7298a"],
-  dark: ["#4aa8e8", "#ff8a3d", "#2fc79a", "#e39bc4", "#e6c229", "#8fd0ff", "#ffffff", "#a5a5a5", "#b58be0", "#c98a52", "#80cdc1", "#5b6475", "#ff85bd"],
+const COLORS = {  // Okabe and Ito and six more, the dark ones lighter on a dark page
+  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000", "#7f7f7f", "#7a3fa0", "#8c510a", "#01665e", "#b0b7c3", "#e7298a", "#66a61e"],
+  dark: ["#4aa8e8", "#ff8a3d", "#2fc79a", "#e39bc4", "#e6c229", "#8fd0ff", "#ffffff", "#a5a5a5", "#b58be0", "#c98a52", "#80cdc1", "#5b6475", "#ff85bd", "#a6d854"],
 };
 const SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json";  // a name; nothing is loaded from there
 const HEIGHT = 190;

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ from omegaconf import OmegaConf
 
 from hybrid_gkd.config.flat import differences, flat
 from hybrid_gkd.reporting.report.downsampling import Counts, Downsampled, Point, evenly_spaced, round_significant
-from hybrid_gkd.reporting.report.growing_file import GrowingFile, step_of
-from hybrid_gkd.reporting.report.log_lines import RunLog
+from hybrid_gkd.reporting.report.growing_file import GrowingFile, parse_row, step_of
+from hybrid_gkd.reporting.report.log_lines import LogWarning, RunLog
 from hybrid_gkd.reporting.report.timeline import representative_step
 from hybrid_gkd.reporting.starts import STARTS
 
@@ -29,7 +27,7 @@ PROMPT_KEPT, COMPLETION_KEPT = 2000, 4000
 PARTS = tuple(
     f"timing/{part}" for part in (
         "gen", "wait_prev_gen", "wait_prev_teacher", "reward", "reward_model", "values", "update_critic", "ref",
-        "update_actor", "sync_rollout_weights", "testing", "save_checkpoint", "other",
+        "update_actor", "sync_rollout_weights", "testing", "save_checkpoint", "snapshot", "other",
     )
 )  # fmt: skip
 """Phases of a step in stacking order; 0 in steps without the phase."""
@@ -46,8 +44,8 @@ class RunFolder:
         self.log = RunLog(path)
         self.starts: list[dict[str, Any]] = []
         """Starts of the run: `start`, `ready` and `end` times as far as reached, `error`, and facts."""
-        self.replaced: list[int] = []
-        """Steps from which the run continued with other workers."""
+        self.restarts: list[dict[str, Any]] = []
+        """Restarts within a start, with other workers: `restart` time and `resumed_step`."""
         self._reset_metrics()
         self._reset_lengths()
         self._validations: dict[int, list[int]] = {}
@@ -74,17 +72,17 @@ class RunFolder:
         if self._tokens.replaced():
             self._token_places = {}
         if self._starts.replaced():
-            self.starts, self.replaced = [], []
+            self.starts, self.restarts = [], []
         for row in self._starts.rows():
             if "start" in row:
                 self.starts.append(row)
             elif "resumed_step" in row:
-                self.replaced.append(row["resumed_step"])
+                self.restarts.append(row)
             elif self.starts:
                 self.starts[-1] |= row
-        for row in self._metrics.rows():
+        for row in self._metrics.rows("step"):
             self._add_metrics(row)
-        for row in self._lengths.rows():
+        for row in self._lengths.rows("step", "bin", "counts"):
             if row["bin"] != self._bin:  # resumed with another limit: other bin width
                 self._reset_lengths()
                 self._bin = row["bin"]
@@ -96,6 +94,9 @@ class RunFolder:
         self.log.refresh()
 
     def _add_metrics(self, row: dict[str, float]) -> None:
+        if not all(isinstance(value, int | float) for value in row.values()):
+            self._metrics.unreadable += 1
+            return
         step = int(row.pop("step"))
         if "timing/step" in row:
             self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
@@ -111,20 +112,29 @@ class RunFolder:
         self.log.flush()
         config = self.config()
         newest = self.starts[-1] if self.starts else {}
+        starts = [(start["start"], start.get("step", 0)) for start in self.starts]
+        starts += [(restart["restart"], restart["resumed_step"]) for restart in self.restarts]
+        damage = [
+            LogWarning("", "WARNING", f"{file.path.name}: damaged lines, which this report omits: {file.unreadable}")
+            for file in (self._metrics, self._lengths, self._starts) if file.unreadable
+        ]
         axes: dict[tuple[int, ...], int] = {}
         metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
-        measured = [name for name in PARTS if name in metrics]
+        # Separate pools generate in the background; the step has only the wait for it.
+        parts = [name for name in PARTS if name != "timing/gen" or "timing/wait_prev_gen" not in metrics]
+        measured = [name for name in parts if name in metrics]
         seconds = {name: round_significant(sum(point.total for point in self.points(name))) for name in measured}
         return {
             "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path),
             "state": self.state(), "axes": list(axes), "metrics": metrics, "seconds": seconds,
-            "timeline": representative_step(self.path), "card_gb": self.log.card_gb,
+            "timeline": representative_step(self.path, starts), "card_gb": self.log.card_gb,
+            "device": newest.get("loaded", {}).get("device"),
             "answers": self._chosen_samples(), "lengths": self._histograms(),
             "max_length": config.get("data.max_response_length"),
             "config": config, "recipe": newest.get("recipe"), "changed": newest.get("changed", {}),
             "earlier": self._earlier_configs(config), "facts": self.log.facts,
-            "warnings": list(self.log.warnings), "num_warnings": self.log.num_warnings,
-            "resumed": [*(start["step"] for start in self.starts if start.get("step")), *self.replaced],
+            "warnings": [*self.log.warnings, *damage], "num_warnings": self.log.num_warnings + len(damage),
+            "resumed": [step for _, step in starts if step],
         }
 
     def points(self, name: str) -> list[Point]:
@@ -157,7 +167,7 @@ class RunFolder:
         for step in evenly_spaced(sorted(self._validations), VALIDATIONS):
             scored = {
                 (row["prompt"], row["response"]): {"tokens": row["tokens"], "num_tokens": row["num_tokens"]}
-                for row in self._rows_at("tokens.jsonl", self._token_places.get(step, []))
+                for row in self._rows_at(self._tokens, self._token_places.get(step, []), ("tokens", "num_tokens"))
             }
             samples = [
                 {
@@ -165,20 +175,21 @@ class RunFolder:
                     "answer": row["answer"] and _cut(row["answer"], PROMPT_KEPT), "reward": row["reward"],
                     **scored.get((row["prompt"], row["response"]), {}),
                 }
-                for row in self._rows_at("generations.jsonl", self._validations[step][:SAMPLES])
+                for row in self._rows_at(self._answers, self._validations[step][:SAMPLES], ("answer", "reward"))
             ]  # fmt: skip
             chosen.append({"step": step, "samples": samples, "of": len(self._validations[step])})
         return chosen
 
-    def _rows_at(self, name: str, places: list[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a file at these byte offsets."""
+    @staticmethod
+    def _rows_at(source: GrowingFile, places: list[int], fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+        """Yield the rows at these byte offsets, of a sample, that have these fields too."""
         if not places:
             return
-        with (self.path / name).open("rb") as file:
+        with source.path.open("rb") as file:
             for place in places:
                 file.seek(place)
-                with contextlib.suppress(ValueError):  # truncated by a crash and followed by the next row
-                    yield json.loads(file.readline())
+                if (row := parse_row(file.readline(), ("prompt", "response", *fields))) is not None:
+                    yield row  # the others were truncated by a crash
 
     def config(self, file: str = "config.yaml") -> dict[str, Any]:
         """Return the resolved configuration by dotted key; empty if it is missing or cannot be read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ MAX_WORKERS = 16
 NOT_IN_EVERY_STEP = ("testing", "save_checkpoint", "initialize")
 
 
-def representative_step(run_dir: Path) -> dict[str, Any] | None:
+def representative_step(run_dir: Path, starts: Sequence[tuple[float, int]] = ()) -> dict[str, Any] | None:
     """Return a step of median length among the last ones, with spans in seconds from its start; None if there is none.
 
     A step lasts from the trainer's first span after the previous update to that of the next step. Concurrent spans of
     other steps are included. Steps with a validation or a checkpoint do not count.
+
+    `starts`: time and completed steps of each start and restart, which repeats the later steps of those before it.
     """
     files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
     files = [file for file in files if not file.name.endswith(f".old{SUFFIX}")]
     rows = (row for file in files for row in last_rows(file, READ_BYTES))
     spans = [Span(*row) for row in rows if isinstance(row, list) and not isinstance(row[-1], dict)]
+    spans = [s for s in spans if not any(s.start < time and (s.step or 0) > step for time, step in starts)]
     begins: dict[int, float] = {}
     unusual = set()
     for span in spans:
@@ -38,10 +42,11 @@ def representative_step(run_dir: Path) -> dict[str, Any] | None:
         elif span.name == "update_actor":  # the one span that every scheduler has in every step
             begins[span.step] = min(begins.get(span.step, span.start), span.start)
     steps = sorted(begins)
-    starts = {step: _first_start(spans, step, begins) for step in steps}
+    first = {step: _first_start(spans, step, begins) for step in steps}
     lengths = {
-        step: starts[after] - starts[step]
+        step: first[after] - first[step]
         for step, after in itertools.pairwise(steps) if after == step + 1 and step not in unusual
+        and not any(first[step] < time < first[after] for time, _ in starts)
     }  # fmt: skip
     oldest = min(steps, default=0)
     lengths.pop(oldest, None)  # may have started before the bytes read
@@ -49,7 +54,7 @@ def representative_step(run_dir: Path) -> dict[str, Any] | None:
         return None
     median = statistics.median_low(lengths.values())
     step = next(step for step in sorted(lengths, reverse=True) if lengths[step] == median)
-    return _step_timeline(spans, step, starts[step], starts[step] + median)
+    return _step_timeline(spans, step, first[step], first[step] + median)
 
 
 def _first_start(spans: list[Span], step: int, updates: dict[int, float]) -> float:

@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.resources
+import itertools
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import urllib.request
 import pytest
 from run_folders import NASTY, make_run, step_row
 
+from hybrid_gkd.reporting.metric_table import METRICS
 from hybrid_gkd.reporting.report import server as serving
 from hybrid_gkd.reporting.report.command import FOLLOW, main
 from hybrid_gkd.reporting.report.downsampling import Counts, Downsampled, Point, evenly_spaced
@@ -153,6 +155,80 @@ def test_the_time_of_the_whole_run_is_that_of_every_step(tmp_path):
     assert data["seconds"] == {"timing/gen": 500_250, "timing/testing": 1}
 
 
+def write_rows(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_the_phases_of_a_step_do_not_overlap(tmp_path):
+    """Separate pools generate in the background: their step has the wait for it, and a snapshot like a checkpoint."""
+    row = {"timing/gen": 3.0, "timing/wait_prev_gen": 1.0, "timing/update_actor": 4.0, "timing/snapshot": 0.5}
+    write_rows(tmp_path / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
+    data = data_of(tmp_path)
+    assert data["seconds"] == {"timing/wait_prev_gen": 2, "timing/update_actor": 8, "timing/snapshot": 1}
+    assert data["metrics"]["timing/gen"]["mean"] == [3, 3]
+
+
+def test_the_page_stacks_every_phase_in_a_colour_of_its_own():
+    folder = importlib.resources.files("hybrid_gkd.reporting.report")
+    script, plots = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.js", "plots.js"))
+    listed = re.search(r"^const PARTS = \[(.+?)^\];", script, re.DOTALL | re.MULTILINE)[1]
+    found = dict(re.findall(r'\["(\w+)", (\d+)\]', listed))
+    assert tuple(f"timing/{name}" for name in found) == PARTS
+    assert len(set(found.values())) == len(found)
+    for colors in re.findall(r"^  (?:light|dark): (.+?),$", plots, re.MULTILINE):
+        assert max(map(int, found.values())) < len(set(json.loads(colors)))
+
+
+def test_a_panel_of_the_page_has_metrics_of_one_unit():
+    script = importlib.resources.files("hybrid_gkd.reporting.report").joinpath("page.js").read_text(encoding="utf-8")
+    panels = re.findall(r'^    \["([^"]+)", \[(.+)\]\],$', script, re.MULTILINE)
+    assert len(panels) > 30
+    filled = {re.sub(r"<\w+>", "kl_loss", re.sub("@[nk]$", "@4", name)): unit for name, (unit, _) in METRICS.items()}
+    for title, metrics in panels:
+        names = re.findall(r'"([^"]+)"', metrics)
+        patterns = [each.replace(r"\/", "/") for each in re.findall(r"/(\^.+?\$)/", metrics)]
+        matching = [[name for name in filled if re.search(pattern, name)] for pattern in patterns]
+        assert all(matching), title
+        assert len({filled[name] for name in itertools.chain(names, *matching)}) == 1, title
+
+
+def test_metrics_with_a_placeholder_have_their_unit_and_meaning(tmp_path):
+    named = {
+        "val/math/pass@2": "val/pass@k", "reward/length/mean": "reward/<name>/mean",
+        "teacher/math/latency": "teacher/<key>/latency", "actor/loss": "actor/loss",
+    }  # fmt: skip
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **dict.fromkeys(named, 0.5), "foreign": 1.0}])
+    names = json.loads(page_data([RunFolder(tmp_path)]))["names"]
+    assert names.pop("foreign") is None
+    assert names.items() >= {name: list(METRICS[entry]) for name, entry in named.items()}.items()
+
+
+def test_a_value_that_was_measured_once_is_no_change(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {val_files: [a]}\n", encoding="utf-8")
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 4, "val/forward_kl": 0.5, "actor/sft_loss": 2.0}])
+    found = cards(data_of(tmp_path))
+    assert (found["Held-out KL"]["value"], found["SFT cross-entropy"]["value"]) == ("— → 0.5000", "— → 2.0000")
+    rows = [{"step": step, "val/forward_kl": kl, "actor/sft_loss": 2 * kl} for step, kl in ((4, 0.5), (8, 0.25))]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    found = cards(data_of(tmp_path))
+    assert found["Held-out KL"]["value"] == "0.5000 → 0.2500"
+    assert found["Held-out KL"]["note"].startswith("first at step 4, ")
+    assert found["SFT cross-entropy"]["value"] == "1.0000 → 0.5000"
+
+
+def test_the_step_that_is_drawn_has_no_restart_in_it(tmp_path):
+    """Killed in step 5 and resumed from step 2, whose later steps it repeats, and restarted later from step 4."""
+    begins = [(1, 100.0), (2, 101.0), (3, 102.0), (4, 112.0), (5, 122.0), (3, 150.0), (4, 151.5), (5, 203.0)]
+    spans = [["trainer", "update_actor", at, at + 0.5, 0, step] for step, at in begins]
+    write_rows(tmp_path / "logs" / "trainer.spans.jsonl", spans)
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 5}])
+    starts = [{"start": 90.0, "step": 0}, {"start": 140.0, "step": 2}]
+    write_rows(tmp_path / "starts.jsonl", [*starts, {"restart": 200.0, "failed_step": 5, "resumed_step": 4}])
+    timeline = data_of(tmp_path)["timeline"]
+    assert (timeline["step"], timeline["seconds"]) == (3, 1.5)
+
+
 def test_the_time_that_is_left_is_at_the_pace_since_the_newest_start(tmp_path):
     rows = [{"step": step, "timing/elapsed": 100.0 * step} for step in range(1, 11)]
     rows += [{"step": step, "timing/elapsed": 1000.0 + 2.0 * (step - 10)} for step in range(11, 21)]
@@ -186,6 +262,24 @@ def test_a_row_that_a_crash_cut_short_is_left_out(tmp_path):
     (tmp_path / "generations.jsonl").write_text(f"{row}{row[:30]}{row}{row[:20]}\n{row}", encoding="utf-8")
     [found] = data_of(tmp_path)["answers"]
     assert [sample["response"] for sample in found["samples"]] == ["r", "r"]
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "actor/loss": 2.0}, 5, None, {"actor/loss": 1.0}])
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 2, "actor/loss": "x"}\n{"step": 2, "actor/loss": NaN}\n\0\0\n')
+        file.write('{"step": 3, "actor/loss": 3}\n')
+    write_rows(tmp_path / "starts.jsonl", [7, {"start": 1.0, "step": 0, "total_steps": 3}])
+    write_rows(tmp_path / "lengths.jsonl", [{"step": 1}])
+    write_rows(tmp_path / "generations.jsonl", [{"step": 1}])
+    run = RunFolder(tmp_path)
+    page = json.loads(page_data([run]))["runs"][0]
+    assert page["metrics"]["actor/loss"]["mean"] == [2, 3]
+    assert [text for _, _, text in page["warnings"]] == [
+        f"{name}: damaged lines, which this report omits: {count}"
+        for name, count in (("metrics.jsonl", 6), ("lengths.jsonl", 1), ("starts.jsonl", 1))
+    ]
+    assert page["num_warnings"] == 3
 
 
 @pytest.mark.slow
