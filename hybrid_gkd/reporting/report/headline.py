@@ -14,7 +14,7 @@ Card = dict[str, Any]
 
 def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
     """Return the cards of a run, for what its configuration measures; unknown values are a dash."""
-    teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
+    teacher = run.starts[-1].get("teacher_accuracy") if run.starts else None
     cards = []
     scores = bool(config.get("reward_model.enable"))
     if scores and config.get("data.val_files"):

@@ -249,6 +249,14 @@ def test_the_best_validation_is_named_where_it_is_not_the_last(tmp_path):
     }  # fmt: skip
 
 
+def test_the_accuracy_of_the_teacher_is_that_of_the_newest_start(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {val_files: [a]}\nreward: {answer_key: b}\n", encoding="utf-8")
+    for accuracies, note in (([0.9, 0.0], "teacher 0.0%"), ([0.9, None], "")):
+        starts = [{"start": 1.0, "step": 0, "teacher_accuracy": accuracy} for accuracy in accuracies]
+        write_rows(tmp_path / "starts.jsonl", starts)
+        assert cards(data_of(tmp_path))["Held-out accuracy"]["note"] == note
+
+
 def test_a_reward_of_ones_own_is_no_fraction_and_needs_no_right_answers(tmp_path):
     config = "data: {val_files: [a]}\nreward: {custom_reward_function: {path: mine.py}}\n"
     (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
