@@ -38,6 +38,8 @@ TIMED_OUT = "timed out (reward.timeout)"
 """Reason of a failure by timeout."""
 NUMBER = (numbers.Real, np.bool_)
 """Types of a score; numpy's bool is not registered as a number."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest absolute value that is finite as a reward of a token, which is a float32."""
 MAX_CONCURRENT = 64
 """Completions for which an async function is awaited concurrently in one process."""
 
@@ -199,7 +201,8 @@ def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequenc
         try:
             async with limit:
                 return as_outcome(await call(response))
-        except Exception as error:  # whatever a function raises
+        # SystemExit too: it would leave the other calls in the event loop, whose errors the next completions would get.
+        except BaseException as error:
             return Failure(TIMED_OUT) if limit.expired() else _failure(error)
 
     async def together() -> list[Outcome]:
@@ -217,19 +220,23 @@ def _runner() -> asyncio.Runner:
 def as_outcome(value: object) -> Outcome:
     """Convert a function's return value to a `Score`, or to a `Failure` if it is not a finite number."""
     found: Any = value.get("score") if isinstance(value, Mapping) else value
-    if not isinstance(found, NUMBER) or not math.isfinite(found):
+    if not isinstance(found, NUMBER) or not _is_finite(found):
         rule = "must return a finite number, or a dictionary with one under 'score'"
         return Failure(f"{rule}; it returned {value!r:.200}")
     metrics = {}
     if isinstance(value, Mapping):
         numeric = {str(k): v for k, v in value.items() if k != "score" and isinstance(v, NUMBER)}
-        metrics = {name: float(number) for name, number in numeric.items()}
-        if not all(map(math.isfinite, metrics.values())):
+        if not all(map(_is_finite, numeric.values())):
             return Failure(f"must return finite numbers; it returned {value!r:.200}")
+        metrics = {name: float(number) for name, number in numeric.items()}
     return Score(float(found), metrics)
 
 
-def _failure(error: Exception) -> Failure:
+def _is_finite(number: Any) -> bool:
+    return bool(-LARGEST <= number <= LARGEST)
+
+
+def _failure(error: BaseException) -> Failure:
     if isinstance(error, DataError):
         return Failure(str(error), is_data_error=True)
     at = traceback.extract_tb(error.__traceback__)[-1]

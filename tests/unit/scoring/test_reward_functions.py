@@ -62,7 +62,7 @@ def test_a_value_of_ones_own_is_in_the_place_of_the_rows(load):
     assert function.compute([ASKED]) == [Score(12.0)]
 
 
-@pytest.mark.parametrize("more", ["float('nan')", "float('inf')"])
+@pytest.mark.parametrize("more", ["float('nan')", "float('inf')", "10**400"])
 def test_a_further_number_has_to_be_finite_too(load, more):
     (found,) = load(f"def score({ALL}): return {{'score': 1, 'acc': {more}}}").compute([ASKED])
     assert isinstance(found, Failure)
@@ -117,6 +117,22 @@ def test_async_functions_wait_together_and_each_has_its_own_timeout(load):
         assert found == [*[Score(1.0)] * 3, Failure("timed out (reward.timeout)")]
 
 
+@pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt", "asyncio.CancelledError"])
+def test_an_async_function_that_ends_its_process_fails_for_that_completion_alone(load, error):
+    """The event loop is kept between calls, and with it what the other completions of a call have left there."""
+    function = load(
+        "import asyncio\n"
+        "async def score(response, answer):\n"
+        f"    if response == 'ends': raise {error}\n"
+        "    return 1"
+    )
+    ends = Response(text="ends", answer="")
+    failed, *others = function.compute([ends, ends, ASKED, ends])
+    assert failed.reason.startswith(f"raised {error.removeprefix('asyncio.').partition('(')[0]}: ")
+    assert others == [failed, Score(1.0), failed]
+    assert function.compute([ASKED]) == [Score(1.0)]
+
+
 def test_a_file_named_like_a_module_does_not_replace_it(load):
     load("def score(response, answer): return 1", file="json.py")
     assert "dumps" in vars(sys.modules["json"])
@@ -153,8 +169,11 @@ def test_numbers_of_any_kind(load, value):
     assert function.compute([ASKED])[0].metrics == {"acc": 1.0}
 
 
-@pytest.mark.parametrize("value", ["None", "'1'", "float('nan')", "float('inf')", "1j", "[1.0]", "{'reward': 1}"])
+@pytest.mark.parametrize(
+    "value", ["None", "'1'", "float('nan')", "float('inf')", "1j", "[1.0]", "{'reward': 1}", "-1e39", "10**400"]
+)
 def test_what_is_no_score(load, value):
+    """Nor is a number that would be infinite as a float32, which rewards of tokens are."""
     [failure] = load(f"def score(response, answer): return {value}").compute([ASKED])
     assert failure.reason.startswith("must return a finite number, or a dictionary with one under 'score'; it ret")
 
