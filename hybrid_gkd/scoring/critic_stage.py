@@ -38,13 +38,14 @@ class CriticStage:
 def value_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return means of values and returns over all tokens, and the explained variance of the values before the update.
 
-    The explained variance is 1 - Var(R - V) / Var(R); it is omitted if all returns are equal.
+    The explained variance is 1 - Var(R - V) / Var(R); it is omitted if all returns are equal up to rounding.
     """
     values, returns = (
         np.concatenate([sample.array(name).astype(np.float64) for sample in samples])
         for name in ("values", "returns")
     )
     metrics = {"critic/values/mean": float(values.mean()), "critic/returns/mean": float(returns.mean())}
-    if returns.var() > 0:
+    # Returns are advantages plus values: without rewards, and with gamma below 1, about 1e-17.
+    if returns.std() > np.finfo(np.float32).eps * np.abs([values, returns]).max():
         metrics["critic/vf_explained_var"] = float(1 - (returns - values).var() / returns.var())
     return metrics

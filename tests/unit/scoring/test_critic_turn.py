@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from hybrid_gkd.config import updates_per_step
+from hybrid_gkd.config import AlgorithmConfig, updates_per_step
 from hybrid_gkd.errors import CheckpointError, TrainingError
+from hybrid_gkd.ppo.advantages import gae
 from hybrid_gkd.ppo.resuming import data_state, learning_settings, state_to_resume
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.critic_stage import value_metrics
@@ -125,6 +126,16 @@ def test_explained_variance_against_the_formula():
     assert found["critic/vf_explained_var"] == pytest.approx(1 - np.var([0, 1, 0]) / np.var([0, 2, 2]))
     equal = [make_sample(values=values, returns=np.ones(3, np.float32))]
     assert value_metrics(equal).keys() == {"critic/values/mean", "critic/returns/mean"}
+
+
+def test_rounding_of_returns_is_no_variance():
+    """Without a reward every return is 0; advantages with gamma below 1, and so their sum with values, are rounded."""
+    values = np.random.default_rng(0).normal(size=40).astype(np.float32)
+    _, (returns,) = gae([np.zeros(40, np.float32)], 1, [values], AlgorithmConfig(gamma=0.99))
+    assert returns.any()
+    assert value_metrics([make_sample(values=values, returns=returns)]).keys() == {
+        "critic/values/mean", "critic/returns/mean"
+    }
 
 
 def test_a_run_with_a_critic_continues_only_from_one_with_a_critic(tmp_path):
