@@ -66,7 +66,8 @@ class Weighting:
             return {}
         after = [sample for sample in after if teacher_scores(sample)]
         if self._row.needs == "student":
-            selected = [num_selected(self._row.options["fraction"], sample.num_trained) for sample in after]
+            kept = (s.array("weights") if "weights" in s.signals else np.ones(s.num_trained) for s in after)
+            selected = [num_selected(self._row.options["fraction"], int(np.count_nonzero(each))) for each in kept]
         else:
             selected = [
                 int(np.count_nonzero(s.array("token_weights"))) if "token_weights" in s.signals else s.num_trained

@@ -14,6 +14,7 @@ from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import request_seeds, total_steps
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of, tiny_config
@@ -612,6 +613,20 @@ def test_the_teacher_and_the_student_read_what_is_selected_by_position():
         assert "token_weights" not in sample.signals
     assert metrics["actor/distillation/selected_fraction"] == pytest.approx(6 / 9)
     assert "teacher/end_logprob" not in metrics
+
+
+def test_the_selected_fraction_is_of_the_tokens_that_are_not_rejected():
+    """Workers select half of the tokens of weight 1, here one of two, which is one of the four tokens."""
+    options = ("distillation.token_weights=student_entropy", "distillation.token_weights_kwargs.fraction=0.5")
+    teacher = TopK(
+        ids=np.zeros((4, 1), np.int32), logprobs=np.zeros((4, 1), np.float32),
+        tail_logprobs=np.full(4, -np.inf, np.float32), sampled_logprobs=np.zeros(4, np.float32),
+    )
+    whole = make_sample(completion=range(4), teacher=teacher)
+    rejected = whole.with_signals(weights=np.array([1, 0, 0, 1], np.float32))
+    weighting = Weighting(config(*options))
+    assert weighting.metrics([whole], [whole]) == {"actor/distillation/selected_fraction": 2 / 4}
+    assert weighting.metrics([whole], [rejected]) == {"actor/distillation/selected_fraction": 1 / 4}
 
 
 def test_a_store_has_the_scores_of_whole_completions(tmp_path):
