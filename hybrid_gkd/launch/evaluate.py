@@ -18,13 +18,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.config.loading import examine_config, load_config
 from hybrid_gkd.errors import ConfigError, call_all, raise_all
 from hybrid_gkd.launch.command_line import default_config_name, load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.runtime.imports import gc_paused
-from hybrid_gkd.student.checkpoint_store import STATE, exports
+from hybrid_gkd.student.checkpoint_store import STATE, exports, load_state
 
 DEFAULTS = (
     "trainer.val_only=true", "trainer.experiment_name=evaluation", "trainer.resume_mode=disable", "trainer.logger=[]",
@@ -81,7 +81,9 @@ def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
 
 def base_config(options: argparse.Namespace) -> Config:
     """Return the configuration of all models; with a teacher, distillation is enabled. Raises HybridGKDError."""
-    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={_as_yaml(model_folder(options.models[0]))}"]
+    path = model_folder(options.models[0])
+    path = model_of_run(Path(path)).path if (Path(path) / STATE).is_file() else path
+    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={_as_yaml(path)}"]
     files = [f"data.val_files={_as_yaml(options.data)}"] if options.data else []
     options.overrides = [*overrides, *own, *files]
     name = options.config_name or default_config_name(options.overrides)
@@ -119,7 +121,7 @@ def config_for_model(config: Config, model: str) -> Config:
     """Return a copy of the configuration for one model.
 
     A checkpoint without exported weights is loaded into the model that its run started from, an adapter folder into its
-    base model. Raises ConfigError: the configuration of that run cannot be read.
+    base model. Raises as `model_of_run`.
     """
     config, path = copy.deepcopy(config), model_folder(model)
     config.actor_rollout_ref.model.path = path
@@ -130,11 +132,24 @@ def config_for_model(config: Config, model: str) -> Config:
     if is_adapter or section.lora_adapter_path is None:  # new adapters would change nothing
         section.lora_rank, section.lora_alpha, section.target_modules, section.exclude_modules = 0, None, None, None
     if (Path(path) / STATE).is_file():
-        began = load_config(config_name="config", config_path=Path(path).parent)
-        config.actor_rollout_ref.model = began.actor_rollout_ref.model
+        config.actor_rollout_ref.model = model_of_run(Path(path))
         config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", path
     config.trainer.experiment_name += "_" + re.sub(r"[^\w.-]", "_", "_".join(Path(model).parts[-2:]))
     return config
+
+
+def model_of_run(checkpoint: Path) -> ModelConfig:
+    """Return the model section of the run of a checkpoint, which may have been started in another folder.
+
+    Raises ConfigError, CheckpointError: the run's configuration or the checkpoint's state cannot be read.
+    """
+    section = load_config(config_name="config", config_path=checkpoint.parent).actor_rollout_ref.model
+    began = Path(load_state(checkpoint).working_dir)
+    for name in ("path", "tokenizer_path", "lora_adapter_path"):
+        given = getattr(section, name)
+        if given is not None and (began / given).exists():
+            setattr(section, name, str(began / given))
+    return section
 
 
 def unique_run_names(configs: list[Config]) -> list[Config]:

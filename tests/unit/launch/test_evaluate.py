@@ -5,10 +5,11 @@ import json
 import pytest
 
 from hybrid_gkd.config.loading import load_config, to_yaml
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.errors import ConfigError, SeveralErrors
 from hybrid_gkd.launch.evaluate import base_config, config_for_model, parse, to_text, unique_run_names
 
 TEACHER = "actor_rollout_ref.teacher.model.path=large"
+STATE = json.dumps({"step": 2, "data": {}, "first_metrics": {}})
 
 
 def base(*words):
@@ -75,7 +76,7 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
     run = tmp_path / "first"
     for step in (2, 4):
         (run / f"global_step_{step}").mkdir(parents=True)
-        (run / f"global_step_{step}" / "trainer_state.json").write_text("{}", encoding="utf-8")
+        (run / f"global_step_{step}" / "trainer_state.json").write_text(STATE, encoding="utf-8")
     (run / "global_step_4" / "huggingface").mkdir()
     began = ["data.train_files=x", "actor_rollout_ref.model.path=org/student", TEACHER]
     began = load_config([*began, "actor_rollout_ref.model.tokenizer_path=org/tok"])
@@ -96,12 +97,29 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
     ]
 
 
+def test_a_model_of_a_run_is_found_from_another_folder_and_no_error_names_the_checkpoint(tmp_path):
+    """Relative paths are those of the folder in which the run was started."""
+    (tmp_path / "models" / "student").mkdir(parents=True)
+    checkpoint = tmp_path / "run" / "global_step_2"
+    checkpoint.mkdir(parents=True)
+    began = ["data.train_files=x", "actor_rollout_ref.model.path=models/student", TEACHER]
+    began = load_config([*began, "actor_rollout_ref.model.tokenizer_path=org/tok"])
+    (checkpoint.parent / "config.yaml").write_text(to_yaml(began), encoding="utf-8")
+    state = json.loads(STATE) | {"working_dir": str(tmp_path)}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    model = config_for_model(base(str(checkpoint)), str(checkpoint)).actor_rollout_ref.model
+    assert (model.path, model.tokenizer_path) == (f"{tmp_path}/models/student", "org/tok")
+    with pytest.raises(SeveralErrors) as caught:
+        base(str(checkpoint), "reward.timeout=0")
+    assert str(checkpoint) not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_an_adapter_is_loaded_over_its_base_and_a_merged_model_is_preferred(tmp_path):
     adapter = tmp_path / "run" / "global_step_2" / "huggingface"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}', encoding="utf-8")
-    (adapter.parent / "trainer_state.json").write_text("{}", encoding="utf-8")
+    (adapter.parent / "trainer_state.json").write_text(STATE, encoding="utf-8")
     lora = "actor_rollout_ref.model.lora_rank=4"
     config = base(str(adapter), lora)
     model = config_for_model(config, str(adapter)).actor_rollout_ref.model
