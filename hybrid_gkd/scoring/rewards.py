@@ -205,15 +205,20 @@ class RewardScorer:
     def metrics(self, pairs: list[Pair]) -> dict[str, float]:
         """Return metrics of scored completions.
 
-        `reward/<name>/mean` is the mean per reward component, if there are several, and per additional metric;
-        `reward/failures` is the fraction of failures, if functions run in the pool.
+        `reward/<name>/mean` is the mean per reward component, if there are several, and per additional metric, whose
+        name follows that of its function if a component has the same; `reward/failures` is the fraction of failures,
+        if functions run in the pool.
         """
         entries = [self._entry(pair) for pair in pairs]
+        components = [*self._weights] if len(self._weights) > 1 else []
+        taken = {*components, *(["overlong"] if self.section.overlong_buffer.enable else [])}
         found: defaultdict[str, list[float]] = defaultdict(list)
         for entry in entries:
+            for name in components:
+                found[name].append(entry.scores[name].value)
             for name, score in entry.scores.items():
-                for key, value in (score.metrics | ({name: score.value} if len(self._weights) > 1 else {})).items():
-                    found[key].append(value)
+                for key, value in score.metrics.items():
+                    found[f"{name}/{key}" if key in taken else key].append(value)
         if self.section.overlong_buffer.enable:
             found["overlong"] = [self._penalty(pair) for pair in pairs]
         metrics = {f"reward/{name}/mean": float(np.mean(values)) for name, values in found.items()}

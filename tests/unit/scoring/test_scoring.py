@@ -161,6 +161,25 @@ def test_several_functions_of_each_kind(make):
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_further_number_named_like_a_component_is_no_part_of_its_mean(make):
+    scorer = make(
+        "reward.functions={custom: 1.0, length: 0.5}",
+        "reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=4",
+        text="""
+            def compute_score(response, answer):
+                return {"score": 1, "length": len(response), "overlong": 2, "words": 3}
+            """,
+    )  # fmt: skip
+    pairs = [pair(0, 7), pair(1, 1, 2, 3, 4, 5, 7)]
+    scorer.scores(pairs)
+    assert scorer.metrics(pairs) == {
+        "reward/custom/mean": 1.0, "reward/length/mean": -3.5 / 8, "reward/overlong/mean": -0.25,
+        "reward/custom/length/mean": 6.0, "reward/custom/overlong/mean": 2.0, "reward/words/mean": 3.0,
+        "reward/failures": 0.0,
+    }  # fmt: skip
+
+
 HANGS = """
     import os, re, subprocess, time
     def compute_score(response, answer):
