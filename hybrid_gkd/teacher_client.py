@@ -132,12 +132,12 @@ class TeacherClient:
             for address, model in self._served.items():
                 self._check_match(address, model, needs)
             self._needs = needs
-        return self._served[self._endpoints[0]]
+        return self.model
 
     @property
-    def served(self) -> dict[str, ModelInfo]:
-        """Return the model of every server by address; empty before the handshake."""
-        return self._served
+    def model(self) -> ModelInfo:
+        """The model of the first server, known after the handshake."""
+        return self._served[self._endpoints[0]]
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         """Queue readings for scoring; return one future per reading in the same order.
@@ -227,10 +227,9 @@ class TeacherClient:
     def _check_match(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
         """Raise TeacherMismatch for an incompatible server, or one with another teacher than the first handshake."""
         needs.check(address, model)
-        first = next(iter(self._served))
-        if model.is_same(self._served[first]):
+        if model.is_same(self.model):
             return
-        found = f"{address} serves {model}, but at the first handshake {first} served {self._served[first]}"
+        found = f"{address} serves {model}, but at the first handshake {self._endpoints[0]} served {self.model}"
         if not self._allow_change:
             raise TeacherMismatch(f"{found}: it is another teacher; {self._change_key}=true trains with it")
         logger.warning("%s; training continues with it (%s)", found, self._change_key)

@@ -67,7 +67,7 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
     other = facts.other_tokenizers.get(teacher.key)
     if section.server_ip is not None:
         with connect(facts, teacher, section.endpoints) as client:
-            model = next(iter(client.served.values()))
+            model = client.model
         if other is not None:
             return "\n".join([f"{model.model} has another tokenizer", *check_same_teacher(facts, teacher, model)])
         check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=teacher.key)
@@ -180,7 +180,7 @@ def check_confidence(facts: Facts, teacher: RunTeacher, client: TeacherClient) -
     ]
     ends = facts.stop_token_ids
     if teacher.key in facts.other_tokenizers:
-        ends = list(next(iter(client.served.values())).stop_token_ids)
+        ends = list(client.model.stop_token_ids)
     with client.uncounted():
         logprobs = greedy_logprobs(client, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
     if not logprobs:

@@ -230,7 +230,7 @@ class Assembly:
         for teacher in run_teachers(self.facts.config):
             if client := self.teachers.clients.get(teacher.label):
                 # Checked again: for a model of the hub, the hash of its weights is known only now.
-                check_same_teacher(self.facts, teacher, next(iter(client.served.values())))
+                check_same_teacher(self.facts, teacher, client.model)
                 logger.info("%s: %s", teacher.label, check_confidence(self.facts, teacher, client))
         return self.teachers.scorer()
 

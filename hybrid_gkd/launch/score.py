@@ -133,8 +133,7 @@ def score(options: argparse.Namespace) -> int:
         store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
         client, check_teacher = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
-        model = next(iter(client.served.values()))
-        scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
+        scored_by = ScoredBy(model=client.model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
         store.add_teacher(scored_by)
         num_new = score_missing(store, scored_by, client, readings, facts, check_teacher)
         print(

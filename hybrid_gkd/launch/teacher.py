@@ -116,8 +116,7 @@ def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num
         with opened_store(config, tokenizer) as (store, stored):
             yield CachedTeacher(store, stored, client=None)
         return
-    model = next(iter(client.served.values()))
-    scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=num_ids)
+    scored_by = ScoredBy(model=client.model, topk=loss.topk, temperature=loss.temperature, num_ids=num_ids)
     with contextlib.closing(ScoreStore(section.cache, 1e9 * section.cache_gigabytes)) as store:
         yield CachedTeacher(store, scored_by, client=client)
 
@@ -256,7 +255,7 @@ class RunTeachers:
                     seconds = max(each.section.request_timeout for each in run_teachers(facts.config))
                     turns = turns or self.stack.enter_context(contextlib.closing(Turns(seconds)))
                     scores = TeacherInTurn(scores, turns)
-                served = next(iter(client.served.values())) if client is not None else None
+                served = client.model if client is not None else None
                 own = make_scorer(facts, teacher, scores, served)
             if not has_several_teachers(facts.config):
                 return own

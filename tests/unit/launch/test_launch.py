@@ -519,7 +519,7 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
         model = SimpleNamespace(
             model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300, weights="b"
         )
-        yield SimpleNamespace(served={"far:15555": model})
+        yield SimpleNamespace(model=model)
 
     monkeypatch.setattr(compatibility, "connect", connect)
     config.trainer.allow_changed_config = True

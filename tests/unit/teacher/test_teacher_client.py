@@ -650,7 +650,7 @@ def test_token_ids_and_positions_may_be_lists():
     ]
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
-        assert client.served == {server.address: server.model}
+        assert client.model == server.model
         expect_scores(client.submit(listed), batch)
     (request,) = server.requests
     assert request.ranges == [[1, 2], [2, 4], [3, 6], [1, 2, 3, 4, 5, 6, 7, 8]]
