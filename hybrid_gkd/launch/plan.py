@@ -30,7 +30,10 @@ from hybrid_gkd.workers.placement import Placement
 
 FREE_FRACTION = 0.1
 """Fraction of a GPU that must stay free before offloads are called unnecessary; activations are lower bounds."""
-
+TOKENIZER_BYTES = 32 * 2**20
+"""Disk space for the files of a checkpoint that hold no tensors."""
+EXPORTED_FILES = 64
+"""Maximum number of files of a checkpoint besides those of the workers."""
 OWN_WEIGHTS = {
     "initial": "the student's initial weights", "ema": "the student's moving average (decay {decay:g})",
     "live": "the student's present weights behind another prompt",
@@ -47,12 +50,8 @@ class RunPlan:
     """Memory of this machine's first GPU; None without one, or if the workers use none."""
     card_bytes: int | None
     """Memory of each worker's GPU; None for a given cluster until the workers are placed."""
-    gpu_fractions: dict[str, float]
-    """Fractions of such a GPU for the rollout engine and a local teacher; empty without `card_bytes`."""
-    phases: dict[str, dict[str, float]]
-    """Phase -> owner -> bytes on each worker; without `card_bytes` the fractions of a GPU are left out."""
     host: dict[str, float]
-    """Owner -> bytes on the first node's host, of all its training workers. Other nodes need no more."""
+    """Owner -> bytes of host memory for all training workers of the first node; other nodes need no more."""
     copy_bytes: tuple[float, ...] | None
     """Host memory of each training worker, by rank, if checkpoints are written in the background, else None."""
     loaded: dict[str, Any]
@@ -63,6 +62,11 @@ class RunPlan:
     """Lines about steps and loading."""
     checkpoint_bytes: int
     """Disk space of one checkpoint."""
+
+    @property
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Return phase -> owner -> bytes on each worker; without `card_bytes` the fractions of a GPU are left out."""
+        return self.memory.phases(self.card_bytes)
 
     def __str__(self) -> str:
         return "\n".join([*self.places, *memory_lines(self), *self.times])
@@ -78,21 +82,18 @@ def make_plan(
     The GPUs of a given cluster are checked after the workers are placed, see `check_free_memory`. Raises ConfigError: a
     phase does not fit into this machine's GPU; ModelError: a model's configuration cannot be read.
     """
-    memory, gpu_fractions = plan_memory(config, trained, device, teachers), dict[str, float]()
+    memory = plan_memory(config, trained, device, teachers)
     card_bytes = gpu_bytes if config.ray_init.address is None else None
     if card_bytes is not None:
         memory.check(card_bytes)
-        gpu_fractions["rollout engine"] = memory.engine_fraction(card_bytes)
-        for label in teachers:
-            gpu_fractions[f"local {label}"] = memory.teacher_fraction(card_bytes, label)
     saves, snapshots = config.saves_while_training(steps), snapshots_in_memory(config, trained)
     host = [owners | snapshots for owners in memory.host(saves=saves)]
     first_node = host[: config.trainer.n_gpus_per_node]
     loaded = describe_loading(config, device=device, engine=engine)
     times = (duration_line(config, steps, steps_done),) if steps else ()
     return RunPlan(
-        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, gpu_fractions=gpu_fractions,
-        phases=memory.phases(card_bytes), host={name: sum(each[name] for each in first_node) for name in host[0]},
+        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes,
+        host={name: sum(each[name] for each in first_node) for name in host[0]},
         copy_bytes=tuple(sum(each.values()) for each in host) if saves else None, loaded=loaded,
         places=placement_lines(config, device=device, engine=engine),
         times=(*times, loading_line(loaded, config.experiment_dir.parent)),
@@ -163,9 +164,11 @@ def memory_lines(plan: RunPlan) -> list[str]:
     lines += [f"  {phase:21s} {format_gib(owners, 8)}" for phase, owners in plan.phases.items()]
     lines.append(host_line(plan))
     if plan.card_bytes is not None:
-        gpu_fractions = ", ".join(f"{name} {share:g}" for name, share in plan.gpu_fractions.items())
-        lines.append(f"fractions of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {gpu_fractions}")
-        lines += unnecessary_offloads(memory, plan.card_bytes, plan.gpu_fractions["rollout engine"])
+        fractions = {"rollout engine": memory.engine_fraction(plan.card_bytes)}
+        fractions |= {f"local {label}": memory.teacher_fraction(plan.card_bytes, label) for label in memory.teachers}
+        text = ", ".join(f"{name} {fraction:g}" for name, fraction in fractions.items())
+        lines.append(f"fractions of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {text}")
+        lines += unnecessary_offloads(memory, plan.card_bytes)
     elif memory.device == "cuda":
         lines.append("KV cache and fractions of a GPU: computed after the cluster has placed the workers")
     return lines
@@ -182,7 +185,7 @@ def format_gib(owners: dict[str, float], width: int = 0) -> str:
     return f"{sum(owners.values()) / GIB:{width}.3f} = {parts or 'none'}"
 
 
-def unnecessary_offloads(memory: Memory, total: int, share: float) -> list[str]:
+def unnecessary_offloads(memory: Memory, total: int) -> list[str]:
     """Return a line about offloads of the student that a GPU of `total` bytes does not need; empty if it needs them.
 
     The rollout engine keeps its fraction, because a smaller KV cache might cost more than the copies.
@@ -196,7 +199,7 @@ def unnecessary_offloads(memory: Memory, total: int, share: float) -> list[str]:
             other.check(total)
             phases = other.phases(total)
             largest = max(sum(owners.values()) for phase, owners in phases.items() if phase != "rollout")
-            if other.engine_fraction(total) == share and largest <= (1 - FREE_FRACTION) * total:
+            if other.engine_fraction(total) == memory.engine_fraction(total) and largest <= (1 - FREE_FRACTION) * total:
                 settings = " ".join(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in off)
                 return [
                     f"unnecessary offloads on this GPU: {settings} saves their copies in each step; all phases but the "
@@ -305,14 +308,6 @@ def check_free_memory(memory: Memory, placements: list[Placement], *, beside_tea
                     "perhaps a teacher, uses this GPU: stop it, or remove the GPU from CUDA_VISIBLE_DEVICES",
                     show_value=False,
                 )
-
-
-TOKENIZER_BYTES = 32 * 2**20
-"""Disk space for the files of a checkpoint that hold no tensors."""
-
-
-EXPORTED_FILES = 64
-"""Maximum number of files of a checkpoint besides those of the workers."""
 
 
 def check_host_memory(config: Config, host: dict[str, float], free_bytes: int) -> None:
