@@ -204,10 +204,7 @@ class Actor(TrainedModel):
     def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Return log-probabilities of the trained tokens at the sampling temperature, float32 [R] per sample."""
         self._seed()
-        temperature = self.sampling_temperature
-        found = sampled_logprobs(self.model, micro_batches, temperature=temperature, device=self.device)
-        self.reshard()
-        return found
+        return sampled_logprobs(self, micro_batches, temperature=self.sampling_temperature)
 
     @torch.no_grad()
     def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
@@ -251,9 +248,7 @@ class Actor(TrainedModel):
         self._seed()
         self.reshard()
         with weights:
-            found = top_candidates(self.model, micro_batches, temperature=temperature, device=self.device, k=k)
-        self.reshard()
-        return found
+            return top_candidates(self, micro_batches, temperature=temperature, k=k)
 
     def _base_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model has the weights of the base model, without adapters."""

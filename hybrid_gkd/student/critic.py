@@ -60,7 +60,7 @@ class Critic(TrainedModel):
         self.cliprange = section.cliprange_value
         super().__init__(
             config.critic_model, wrap=ValueModel, fsdp=section.fsdp_config, shard_size=config.critic_shard_size,
-            device=device, bucket_bytes=0, optim=section.optim, num_updates=num_updates, grad_clip=section.grad_clip,
+            device=device, optim=section.optim, num_updates=num_updates, grad_clip=section.grad_clip,
             seed=config.trainer.seed, new_head=True,
             path_key=PATH_KEY if section.model.path is None else "critic.model.path",
         )

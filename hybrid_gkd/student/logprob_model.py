@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, packed_and_alone, to_device
 from hybrid_gkd.models.spec import changed_logits
 from hybrid_gkd.types import Sample, SampleId, Signal, TopK
+
+if TYPE_CHECKING:
+    from hybrid_gkd.student.sharded_model import ShardedModel
 
 LARGEST_DIFFERENCE, LARGEST_IN_FLOAT32 = 0.5, 1e-3
 """Largest mean difference between two packings of a sequence, nats/token. Rounding in bfloat16 gives 0.03 (12 random
@@ -254,30 +257,32 @@ def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.dev
 
 @torch.no_grad()
 def sampled_logprobs(
-    model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device
+    sharded: ShardedModel, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float
 ) -> dict[SampleId, np.ndarray]:
-    """Return a sharded `LogprobModel`'s log-probabilities of the trained tokens, float32 [R] per sample."""
+    """Return a `LogprobModel`'s log-probabilities of the trained tokens, float32 [R] per sample."""
     result: dict[SampleId, np.ndarray] = {}
     for micro_batch in micro_batches:
-        batch, rows, ids = pack_samples(micro_batch, device)
-        logprobs, _ = model(batch, rows, ids[:, None], temperature=temperature)
+        batch, rows, ids = pack_samples(micro_batch, sharded.device)
+        logprobs, _ = sharded.model(batch, rows, ids[:, None], temperature=temperature)
         result |= by_sample(micro_batch, logprobs[:, 0])
+    sharded.reshard()
     return result
 
 
 @torch.no_grad()
 def top_candidates(
-    model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device, k: int
+    sharded: ShardedModel, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, k: int
 ) -> dict[SampleId, TopK]:
     """Return the k most likely ids at the trained tokens of each sample, in the format of a teacher's scores."""
     result: dict[SampleId, TopK] = {}
     for micro_batch in micro_batches:
-        batch, rows, ids = pack_samples(micro_batch, device)
-        found = model(batch, rows, ids[:, None], temperature=temperature, topk=k, choose=True)
+        batch, rows, ids = pack_samples(micro_batch, sharded.device)
+        found = sharded.model(batch, rows, ids[:, None], temperature=temperature, topk=k, choose=True)
         values = [by_sample(micro_batch, each) for each in found]
         for sample in micro_batch:
             chosen, logprobs, tail, sampled = (each[sample.id] for each in values)
             result[sample.id] = TopK(ids=chosen, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+    sharded.reshard()
     return result
 
 

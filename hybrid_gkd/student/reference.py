@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import torch
 
-from hybrid_gkd.config import Config, FSDPConfig
+from hybrid_gkd.config import Config
 from hybrid_gkd.student.logprob_model import LogprobModel, sampled_logprobs, top_candidates
 from hybrid_gkd.student.pretrained import PATH_KEY
 from hybrid_gkd.student.sharded_model import ShardedModel
@@ -23,35 +23,24 @@ class Reference(ShardedModel):
     `num_ids`: see `LogprobModel`. Raises ModelError: it cannot be loaded or its architecture is not supported.
     """
 
-    section = "actor_rollout_ref.actor"
-
     def __init__(self, config: Config, *, device: torch.device, num_ids: int | None = None):
         self.temperature = self.topk_temperature = config.actor_rollout_ref.rollout.temperature
         self.topk = config.ref_topk
         if config.teaches_itself:
             self.topk, self.topk_temperature = config.distillation.topk, config.distillation.temperature
-        # Frozen weights need no master copy: they are kept in the compute type.
-        fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         own = config.actor_rollout_ref.ref.model.path
         super().__init__(
-            config.ref_model, wrap=functools.partial(LogprobModel, num_ids=num_ids), fsdp=fsdp,
-            shard_size=config.shard_size, device=device, bucket_bytes=0, optim=None,
-            path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
+            config.ref_model, wrap=functools.partial(LogprobModel, num_ids=num_ids), shard_size=config.shard_size,
+            device=device, path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
         )
 
     def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Return log-probabilities of the trained tokens at the sampling temperature, float32 [R] per sample."""
-        found = sampled_logprobs(self.model, micro_batches, temperature=self.temperature, device=self.device)
-        self.reshard()
-        return found
+        return sampled_logprobs(self, micro_batches, temperature=self.temperature)
 
     def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         """Return the `ref.topk` most likely tokens at the trained tokens of each sample, at the same temperature.
 
         As a teacher, `distillation.topk` of them at `distillation.temperature`.
         """
-        found = top_candidates(
-            self.model, micro_batches, temperature=self.topk_temperature, device=self.device, k=self.topk
-        )
-        self.reshard()
-        return found
+        return top_candidates(self, micro_batches, temperature=self.topk_temperature, k=self.topk)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig, RewardModelConfig
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig, RewardModelConfig
 from hybrid_gkd.errors import prefix_errors
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.student.logprob_model import check_no_leaks, hidden_states
@@ -48,12 +48,9 @@ class RewardModel(ShardedModel):
     def __init__(self, config: Config, *, device: torch.device):
         section = config.reward_model.model
         assert section.path is not None
-        # Frozen weights need no master copy: they are kept in the compute type.
-        fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         super().__init__(
-            ModelConfig(path=section.path, trust_remote_code=section.trust_remote_code), wrap=ScoreModel, fsdp=fsdp,
-            shard_size=config.shard_size, device=device, bucket_bytes=0, optim=None, classifier=True,
-            path_key=REWARD_MODEL_PATH,
+            ModelConfig(path=section.path, trust_remote_code=section.trust_remote_code), wrap=ScoreModel,
+            shard_size=config.shard_size, device=device, classifier=True, path_key=REWARD_MODEL_PATH,
         )
         by_sequence = "ForSequenceClassification" in type(self.hf_model).__name__
         self.padding = self.hf_model.config.get_text_config().pad_token_id if by_sequence else None

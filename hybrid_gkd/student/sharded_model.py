@@ -42,8 +42,9 @@ class ShardedModel:
 
     Args:
         wrap: maps the Hugging Face model to the root module, whose forward pass is run.
+        fsdp: None for a frozen model, which is offloaded and needs no master copy: it is kept in the compute type.
         shard_size: number of consecutive ranks over which weights are sharded; replicated across such groups.
-        bucket_bytes: see `gather_in_buckets`.
+        bucket_bytes: see `gather_in_buckets`; 0 if `full_tensors` is not used.
         compile: see `compile_blocks`.
         seed: seed of the initialization of LoRA adapters.
         optim: optimizer settings; None for a frozen model.
@@ -62,13 +63,16 @@ class ShardedModel:
     """Moving average of the trained parameters, if it is needed."""
 
     def __init__(
-        self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
-        device: torch.device, bucket_bytes: int, compile: bool = False, seed: int = 0, optim: OptimConfig | None,
-        num_updates: int = 0, new_head: bool = False, classifier: bool = False, path_key: str = PATH_KEY,
+        self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], shard_size: int, device: torch.device,
+        fsdp: FSDPConfig | None = None, bucket_bytes: int = 0, compile: bool = False, seed: int = 0,
+        optim: OptimConfig | None = None, num_updates: int = 0, new_head: bool = False, classifier: bool = False,
+        path_key: str = PATH_KEY,
     ):  # fmt: skip
         self.device = device
         if device.type == "cuda":
             allocate_workspaces(device)
+        if fsdp is None:
+            fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         self.fsdp, self.optim, self.bucket_bytes = fsdp, optim, bucket_bytes
         self.num_updates, self.updates_done = num_updates, 0
         self.world_size = dist.get_world_size()
