@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from hybrid_gkd.runtime.signals import handle_signals
 from hybrid_gkd.runtime.waiting import Timeout
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPING_SECONDS = 20.0
 """Time after which the shutdown counts as hung; a further signal then kills this process and with it its children."""
 
@@ -38,10 +38,7 @@ class Stopping:
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def install(self) -> None:
-        """Handle the signals of this process, except those that it inherited as ignored, for example from nohup."""
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        handle_signals(self._handle)
 
     def requested(self) -> bool:
         """Return whether the run should end after the current step."""

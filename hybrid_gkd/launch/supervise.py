@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.launch.command_line import default_config_name
-from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.logs import log_to_console, run_log
 from hybrid_gkd.reporting.starts import append_row, lost_work, read_starts, rows_of_starts
+from hybrid_gkd.runtime.signals import SIGNALS, handled_signals
 from hybrid_gkd.student.checkpoint_store import LATEST, SNAPSHOT
 from hybrid_gkd.teacher.server.local import child_environment, describe_exit
 
@@ -59,7 +58,7 @@ class RestartLoop:
         """Return the exit code of the last start."""
         with contextlib.suppress(AttributeError, OSError):  # Linux only: adopt orphans of a killed run
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        with self._passing_signals():
+        with handled_signals(self._pass_on):
             restarts = short_starts = 0
             failure: tuple[int, bool] | None = None  # the failed step, and whether the start was ready before it
             while True:
@@ -103,7 +102,7 @@ class RestartLoop:
             own.append("trainer.resume_mode=auto")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hybrid_gkd", *self._arguments, *own], env=child_environment(),
-            process_group=0,  # signals of the terminal reach it only through `_passing_signals`, once
+            process_group=0,  # signals of the terminal reach it only through `_pass_on`, once
             preexec_fn=_end_with_parent,
         )  # fmt: skip
         if self._signal is not None:  # received before the process existed
@@ -145,23 +144,12 @@ class RestartLoop:
         with run_log(self._run_dir) if self._run_dir.is_dir() else contextlib.nullcontext():
             logger.warning("%s", text)
 
-    @contextlib.contextmanager
-    def _passing_signals(self) -> Iterator[None]:
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            self._signal = number
-            if self._process is not None and self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._process.pid, number)
-
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, pass_on)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal to the run."""
+        self._signal = number
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
 
 def _end_with_parent() -> None:

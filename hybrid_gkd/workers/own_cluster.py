@@ -17,10 +17,10 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.runtime.processes import wait_for_end
+from hybrid_gkd.runtime.signals import handled_signals
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ process outside of it. The last line does both on systems without `setsid`.
 """
 END_SECONDS, KILL_SECONDS = 1.0, 5.0
 """Grace period for processes to end, and timeout for killed ones to disappear."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _joins: list[int] = []
 """Group that forked processes join now."""
 
@@ -96,23 +95,15 @@ def joining_group(group: int | None) -> Iterator[None]:
     An interruption would leave Ray without a record of the processes it has started.
     """
     received: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    is_main = threading.current_thread() is threading.main_thread()
-    for number in SIGNALS:
-        if is_main and before[number] != signal.SIG_IGN:
-            signal.signal(number, record)
-    _joins.extend([] if group is None else [group])
-    try:
-        yield
-    except SystemExit:  # from Ray's SIGTERM handler, which is active while Ray starts
-        received.append(signal.SIGTERM)
-    finally:
-        _joins.clear()
-        for number in SIGNALS if is_main else ():  # Ray's handlers would end the process without cleanup
-            signal.signal(number, before[number])
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread can set handlers
+    # Ray installs handlers that would end the process without cleanup.
+    with handled_signals(lambda number, _: received.append(number)) if is_main else contextlib.nullcontext():
+        _joins.extend([] if group is None else [group])
+        try:
+            yield
+        except SystemExit:  # from Ray's SIGTERM handler, which is active while Ray starts
+            received.append(signal.SIGTERM)
+        finally:
+            _joins.clear()
     for first in received[:1]:
         signal.raise_signal(first)

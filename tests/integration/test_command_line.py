@@ -24,8 +24,8 @@ import torch
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.launch import doctor, evaluate
-from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.trace import write_trace
+from hybrid_gkd.runtime.signals import SIGNALS
 from hybrid_gkd.runtime.spans import Span, hidden_seconds, seconds
 from hybrid_gkd.student.checkpoint_store import LATEST, find_damage
 from hybrid_gkd.teacher.server.local import child_environment

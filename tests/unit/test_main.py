@@ -7,7 +7,8 @@ import pytest
 from hybrid_gkd import __main__ as command_line
 from hybrid_gkd.launch import run as training
 from hybrid_gkd.launch.command_line import parse
-from hybrid_gkd.launch.stopping import SIGNALS, Stopping
+from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.runtime.signals import SIGNALS
 
 ARGUMENTS = ["data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false"]
 PPO = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]

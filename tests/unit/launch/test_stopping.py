@@ -12,7 +12,8 @@ import pytest
 
 from hybrid_gkd.launch import doctor
 from hybrid_gkd.launch import stopping as stopping_module
-from hybrid_gkd.launch.stopping import SIGNALS, Stopping
+from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.runtime.signals import SIGNALS
 
 ENDS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit, signal.SIGHUP: SystemExit}
 

@@ -13,8 +13,8 @@ import ray
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.launch import command_line, doctor, preflight, restarts, run
 from hybrid_gkd.launch.checks import Check, Report
-from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.reporting.logs import RUN_LOG
+from hybrid_gkd.runtime.signals import SIGNALS
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import make_tiny_model
 

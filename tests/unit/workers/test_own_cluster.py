@@ -14,8 +14,9 @@ import pytest
 
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.runtime.processes import members
+from hybrid_gkd.runtime.signals import SIGNALS
 from hybrid_gkd.workers import own_cluster
-from hybrid_gkd.workers.own_cluster import SIGNALS, joining_group, own_group, private_folder
+from hybrid_gkd.workers.own_cluster import joining_group, own_group, private_folder
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 
