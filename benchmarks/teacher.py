@@ -152,8 +152,8 @@ def measure_service(
 ) -> tuple[dict[int, dict[str, Any]], dict[int, list[TopK]]]:
     """Figures by K, and the scores of the sequences of the accuracy check by K."""
     figures, scores = {}, {}
-    options = ["--backend", args.backend, "--gpu-memory-utilization", str(MEMORY)]
-    teacher = TeacherProcess(str(folder), log_path=args.log, n_logprobs=max(args.topk), options=options)
+    options = ["--backend", args.backend, "--gpu-memory-utilization", str(MEMORY), f"--n-logprobs={max(args.topk)}"]
+    teacher = TeacherProcess(str(folder), log_path=args.log, options=options)
     with teacher, own_process() as client:
         client.submit(load_tokenizer, str(folder))  # meanwhile it imports what it needs
         teacher.wait_ready()

@@ -157,13 +157,12 @@ def connect_or_start(
         with connect(facts, teacher, endpoints) as client:
             yield client, lambda: None
         return
-    topk = config.distillation.topk
     engine = dataclasses.replace(
-        EngineOptions.parsed(options), n_logprobs=topk, max_model_len=options.max_model_len or config.teacher_length,
-        adapters=teacher.adapters,
+        EngineOptions.parsed(options), n_logprobs=config.distillation.topk, adapters=teacher.adapters,
+        max_model_len=options.max_model_len or config.teacher_length,
     )
     service = TeacherProcess(
-        options.ckpt_path, n_logprobs=topk, log_path=Path(options.out) / "teacher.log",
+        options.ckpt_path, log_path=Path(options.out) / "teacher.log",
         options=[*engine.command_line(), f"--workers={options.workers}"],
         start_timeout=config.actor_rollout_ref.teacher.start_timeout,
     )

@@ -141,22 +141,17 @@ def make_teacher_process(teacher: RunTeacher, plan: RunPlan, num_threads: int, t
     config, section, place = teacher.config, teacher.section, plan.memory.teachers[teacher.label]
     assert section.model.path is not None
     environment = teacher_environment(section, place, plan.memory.device, num_threads)
-    options = [
-        f"--backend={section.backend}", f"--device={'cuda' if place.gpus else 'cpu'}",
-        f"--gpu-memory-utilization={plan.memory.teacher_fraction(plan.gpu_bytes, teacher.label)}",
-        f"--tp-size={section.tensor_model_parallel_size}", f"--workers={place.replicas}",
-        f"--max-model-len={config.teacher_length}", f"--dtype={section.dtype}",
-        f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
-    ]
-    if config.actor_rollout_ref.model.trust_remote_code:
-        options.append("--trust-remote-code")
-    if place.takes_turns:
-        options.append(f"--turns={turns}")
-    if teacher.adapters:
-        options += ["--adapters", *(f"{name}={folder}" for name, folder in teacher.adapters)]
+    engine = EngineOptions(
+        ckpt_path=section.model.path, adapters=teacher.adapters, backend=section.backend, dtype=section.dtype,
+        n_logprobs=max(config.distillation.topk, config.distillation.given_topk), max_model_len=config.teacher_length,
+        tp_size=section.tensor_model_parallel_size, device="cuda" if place.gpus else "cpu",
+        gpu_memory_utilization=plan.memory.teacher_fraction(plan.gpu_bytes, teacher.label),
+        engine_kwargs=json.dumps(asdict(section.engine_kwargs)), turns=turns if place.takes_turns else None,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+    )
     return TeacherProcess(
-        section.model.path, port=section.server_port or 0, options=options,
-        n_logprobs=max(config.distillation.topk, config.distillation.given_topk),
+        section.model.path, port=section.server_port or 0,
+        options=[*engine.command_line(), f"--workers={place.replicas}"],
         environment=environment, start_timeout=section.start_timeout,
         log_path=config.run_dir / "logs" / f"{teacher.label.replace(' ', '_')}.log",
     )

@@ -135,7 +135,7 @@ def test_hf_scores_are_the_plain_log_softmax(model_path, hf_teacher, reference, 
 
 
 def test_whole_vocabulary(model_path, tmp_path, reference):
-    options = {"log_path": tmp_path / "log", "options": HF, "n_logprobs": 259, "start_timeout": TIMEOUT}
+    options = {"log_path": tmp_path / "log", "options": [*HF, "--n-logprobs=259"], "start_timeout": TIMEOUT}
     with running(model_path, **options) as teacher, connected(model_path, teacher, topk=259) as client:
         batch = make_readings(3)
         expect_scores(client.submit(batch), batch, reference)

@@ -36,7 +36,6 @@ class TeacherProcess:
     Args:
         ckpt_path: model folder.
         log_path: file for the output of the service.
-        n_logprobs: largest K of a request.
         port: port for clients; 0 picks a free one.
         options: further command-line arguments.
         environment: variables added to the child's environment.
@@ -44,7 +43,7 @@ class TeacherProcess:
     """
 
     def __init__(
-        self, ckpt_path: str, *, log_path: str | Path, n_logprobs: int = 64, port: int = 0,
+        self, ckpt_path: str, *, log_path: str | Path, port: int = 0,
         options: list[str] | None = None, environment: dict[str, str] | None = None, start_timeout: float = 900.0,
     ):
         self._environment = {**child_environment(), **(environment or {})}
@@ -57,7 +56,7 @@ class TeacherProcess:
         server_keys = make_keys(self.keys.parent)[0]
         self._command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "serve", f"--ckpt-path={ckpt_path}", f"--port={port}",
-            f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
+            "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
             *(options or []), f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
         ]
         self._process: subprocess.Popen[bytes] | None = None
