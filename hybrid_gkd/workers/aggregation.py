@@ -52,11 +52,12 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     for term, signal in (TERMS | of_teachers | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
         known = [signal in sample.signals for sample in samples]
         sums: Sequence[float] = kept
-        unscored = [term in of_teachers and f"weights/{term}" in sample.signals for sample in samples]
-        if term in of_teachers and not any(known) and (row is not None or any(unscored)):
-            known = [not each for each in unscored]  # the teacher's scores of the others arrive later
-        if term in of_teachers and row is not None:
-            sums = _sums(row, samples, weights)
+        if term in of_teachers:
+            unscored = [f"weights/{term}" in sample.signals for sample in samples]
+            if not any(known) and (row is not None or any(unscored)):
+                known = [not each for each in unscored]  # the teacher's scores of the others arrive later
+            if row is not None:
+                sums = _sums(row, samples, weights)
         if any(known):
             own = [number if has else 0 for number, has in zip(sums, known, strict=True)]
             left.append(sum(own))

@@ -302,7 +302,7 @@ class WorkerGroup:
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
         """Write all parts of a checkpoint into `folder`, which all workers share; return the checksums of its files."""
         timeout = self.actors.load_timeout
-        written = self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
+        written = self.actors.call("save_checkpoint", folder, tokenizer_path=tokenizer_path, timeout=timeout)
         return {name: each for part in written for name, each in part.items()}
 
     def take_snapshot(self, *, tokenizer_path: str | None) -> None:
@@ -314,7 +314,7 @@ class WorkerGroup:
 
     def write_snapshot(self, folder: Path) -> None:
         """Start writing the snapshot into `folder`, which all workers share, in the background."""
-        self.actors.call("write_snapshot", str(folder))
+        self.actors.call("write_snapshot", folder)
 
     def snapshot_written(self) -> bool:
         """Return whether all workers have written the snapshot. Raises as `finish_snapshot` if one failed."""
@@ -332,7 +332,7 @@ class WorkerGroup:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint. Call `publish` next."""
-        self.actors.call("load_checkpoint", str(folder), timeout=self.actors.load_timeout)
+        self.actors.call("load_checkpoint", folder, timeout=self.actors.load_timeout)
 
     def can_save(self) -> bool:
         """Return whether training workers still respond after a failure; log a warning if they are stuck in a

@@ -113,7 +113,7 @@ class Pool:
 
     def begin(self) -> None:
         """Send the workers their log files, and collect their placements. Raises as `gather`."""
-        self.call("begin", shares=[str(file) for file in self.log_files], timeout=self.load_timeout)
+        self.call("begin", shares=self.log_files, timeout=self.load_timeout)
         self.placements = self.call("placement", timeout=self.load_timeout)
 
     def rendezvous(self, timeout: Timeout | None = None) -> tuple[str, int]:

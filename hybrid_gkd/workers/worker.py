@@ -128,14 +128,14 @@ class Worker(GroupMember):
         self.has_failed = False
         """Whether a call has raised."""
 
-    def begin(self, log_file: str) -> None:
+    def begin(self, log_file: Path) -> None:
         """Begin the run: redirect output to `log_file` and write spans to a file beside it."""
-        redirect_output(Path(log_file))
+        redirect_output(log_file)
         try:
             os.chdir(self.folder)  # workers of a given cluster start in its folder
         except OSError as error:
             logger.warning("relative paths of the configuration begin at %s: %s", os.getcwd(), error)
-        name, spans = f"{self.role} {self.rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))
+        name, spans = f"{self.role} {self.rank}", SpanFile(log_file.with_suffix(SUFFIX))
         self.clock = Clock(name, spans, step=lambda: self.step, sample=self._memory_in_use)
         self.profiler = StepProfiler(self.config.trainer.profile_steps, self.config.run_dir, name)
 
@@ -409,17 +409,17 @@ class Worker(GroupMember):
             self.engine.verify_weights(weights())
         return seconds
 
-    def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> dict[str, FileSum]:
+    def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
         """Write this rank's part of a checkpoint into `folder`; return checksums of its files by path."""
-        return self.saver.save(Path(folder), tokenizer_path)
+        return self.saver.save(folder, tokenizer_path)
 
     def take_snapshot(self, *, tokenizer_path: str | None) -> None:
         """Copy the present state to the host, for `write_snapshot`."""
         self.saver.take_snapshot(tokenizer_path)
 
-    def write_snapshot(self, folder: str) -> None:
+    def write_snapshot(self, folder: Path) -> None:
         """Start writing the snapshot in the background; `finish_snapshot` waits for the end."""
-        self.saver.write_snapshot(Path(folder))
+        self.saver.write_snapshot(folder)
 
     def snapshot_written(self) -> bool:
         return self.saver.snapshot_written()
@@ -427,9 +427,9 @@ class Worker(GroupMember):
     def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
         return self.saver.finish_snapshot()
 
-    def load_checkpoint(self, folder: str) -> None:
+    def load_checkpoint(self, folder: Path) -> None:
         """Restore models, optimizers and schedules. Call `publish` next."""
-        self.saver.load(Path(folder))
+        self.saver.load(folder)
 
     def device_metrics(self) -> dict[str, float]:
         """Return memory, and seconds of updates since the last call, by metric name."""
