@@ -148,13 +148,6 @@ class OffloadedTensors(MemoryOwner):
         return self.arena
 
 
-class FrozenTensors(OffloadedTensors):
-    """Tensors that never change and are copied to the host once."""
-
-    def changed(self) -> None:
-        return
-
-
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -28,8 +28,8 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
 """Phase -> owners on the device. A run has the phases of its owners. With LoRA the adapters are `actor_params`, the
 base weights `frozen_params`. `ema_params` is the moving average of the actor's."""
 CHANGING: Mapping[str, frozenset[str]] = {
-    "optimizer_step": RESIDENCY["optimizer_step"], "critic_optimizer_step": RESIDENCY["critic_optimizer_step"],
-    "ema_teacher": frozenset({"actor_params"}),
+    "optimizer_step": RESIDENCY["optimizer_step"] - {"frozen_params"},
+    "critic_optimizer_step": RESIDENCY["critic_optimizer_step"], "ema_teacher": frozenset({"actor_params"}),
 }  # fmt: skip
 """Phase -> owners whose content may change in it, which invalidates earlier copies."""
 MODEL_OWNERS: Mapping[str, tuple[str, ...]] = {

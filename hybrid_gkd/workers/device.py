@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_gkd.offload.pinned import FrozenTensors, OffloadedTensors
+from hybrid_gkd.offload.pinned import OffloadedTensors
 from hybrid_gkd.offload.residency import EMA, FROZEN, MARGIN_BYTES, MODEL_OWNERS, MemoryOwner, Residency
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class SharedDevice:
         self.offloaded[params] = OffloadedTensors(model.parameters)
         self.offloaded |= {state: OffloadedTensors(model.optimizer_tensors) for state in states}
         if model.frozen_parameters():
-            self.offloaded[FROZEN] = FrozenTensors(model.frozen_parameters)
+            self.offloaded[FROZEN] = OffloadedTensors(model.frozen_parameters)
         if (average := model.average) is not None:
             self.offloaded[EMA] = OffloadedTensors(lambda: average.tensors)
             if self.on_gpu:
