@@ -138,7 +138,7 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
 
 
 def describe_service(config: Config, teacher: RunTeacher) -> str:
-    """Describe the service that scores a local teacher's rows, and why that is not an earlier one with its model."""
+    """Describe the service of a local teacher, and why it does not share an earlier service of the same model."""
     folder = teacher.section.model.lora_adapter_path
     adapter = f" with the adapter {folder}" if folder is not None else ""
     if teacher.service != teacher.label:

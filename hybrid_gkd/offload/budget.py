@@ -39,7 +39,7 @@ class TeacherPlacement:
 
     replicas: int = 1
     gpus: tuple[int, ...] = ()
-    """Indices in the run's order: after the workers' GPUs or, if there are too few, theirs. Empty on the CPU."""
+    """Its GPUs: those after the workers' GPUs, or the workers' own if there are too few; empty on the CPU."""
     shares_gpu: bool = False
     """Whether workers use these GPUs too."""
     fraction: float | None = EXCLUSIVE_FRACTION
@@ -205,7 +205,7 @@ class Memory:
 
     @property
     def engine_memory(self) -> EngineMemory:
-        """Return the engine's room beside the models in the rollout phase (none in a separate pool).
+        """Return the engine's needs with the memory that models keep in the rollout phase (none in a separate pool).
 
         An engine that never sleeps (`free_cache_engine=false`) takes half of what the phases of the models leave.
         """

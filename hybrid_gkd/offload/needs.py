@@ -58,10 +58,10 @@ def place_teacher(config: Config, *, device: str, gpus: int) -> TeacherPlacement
 
 
 def place_teachers(config: Config, *, device: str, gpus: int) -> dict[str, TeacherPlacement]:
-    """Return label -> placement of each service of a teacher that the run starts; label: of its first teacher.
+    """Return the placement of each teacher service that the run starts, by the label of its first teacher.
 
-    Several teachers on GPUs that no worker needs are spread over these, and where there are more teachers than GPUs
-    divide the memory of a GPU evenly or take turns (distillation.teacher_sharing).
+    Teachers are spread over the GPUs that no worker needs. If there are fewer of these than teachers, those that share
+    a GPU divide its memory evenly or take turns (distillation.teacher_sharing).
     """
     teachers, found = run_teachers(config), dict[str, TeacherPlacement]()
     for teacher in teachers:
@@ -244,7 +244,7 @@ def _largest_reward_batch(config: Config) -> int:
 
 
 def _teacher_bytes(run_teacher: RunTeacher) -> tuple[float, float]:
-    """Return the value of `Memory.teacher_bytes`; each adapter of the service as the largest one."""
+    """Return the value of `Memory.teacher_bytes`; each adapter of the service counts as much as the largest one."""
     config, teacher = run_teacher.config, run_teacher.section
     assert teacher.model.path is not None
     read = functools.partial(

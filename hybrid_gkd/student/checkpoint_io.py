@@ -34,10 +34,10 @@ base weights are not saved."""
 def snapshot_model(
     model: ShardedModel, to_host: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Callable[[Path], dict[str, FileSum]]:
-    """Take this rank's rows of weights and optimizer state, each row on one rank; `to_host` may copy them.
+    """Take this rank's rows of weights and optimizer state; each row belongs to one rank. `to_host` may copy them.
 
-    Returns a function that writes them to a folder and returns the file's name and checksum. It is not collective and
-    raises CheckpointError.
+    Returns a function that writes them to a folder and returns the file's name and checksum. That function is not
+    collective and raises CheckpointError.
     """
     name = f"rank_{dist.get_rank()}_of_{dist.get_world_size()}.safetensors"
     parts = [part for key, tensor in _tensors(model).items() if (part := _part(key, tensor, to_host)) is not None]

@@ -141,7 +141,7 @@ class CheckpointStore:
         return sorted([*self.newest_first(), *snapshots], key=step_in_name, reverse=True)
 
     def _named_step(self) -> int | None:
-        """Return the step that the pointer names; None without a pointer of one whole line, which may be cut."""
+        """Return the step that the pointer names; None if it is missing or not one whole line, as after a full disk."""
         pointer = self.run_dir / LATEST
         if not pointer.exists():
             return None

@@ -91,8 +91,8 @@ class BusyTime:
 class Link:
     """The worker's connection to the broker, in a background thread.
 
-    It registers the worker, again after a silence of the broker (restarted, or it has dropped this worker), answers
-    pings with the ids of the held requests, and refuses requests that cannot be scored.
+    It registers the worker, and registers it again if the broker is silent: it was restarted, or has dropped this
+    worker. It answers pings with the ids of the held requests, and refuses requests that cannot be scored.
     """
 
     def __init__(self, address: str, registration: protocol.Register, keys: Keys | None):
