@@ -235,6 +235,8 @@ def _merge_source(
         if isinstance(part, ConfigError):
             problems.append(part)
             continue
+        if isinstance(part.get("data"), dict) and isinstance(part["data"].get("train_files"), dict | list):
+            base.data.train_files = None  # else files with weights would be added to those of `base`
         pieces, as_given = list[Tree](), True
         for path, value in leaves:
             key = ".".join(map(str, path))
@@ -333,6 +335,9 @@ def _normalise(config: Config) -> list[ConfigError]:
             fractions = [float(weight) for weight in weights.values()]
         except (TypeError, ValueError):
             fractions = [math.nan]
+        if config.data.train_weights is not None:
+            rule = "must be null if data.train_files has the weights"
+            problems.append(ConfigError("data.train_weights", rule, config.data.train_weights))
         if all(0 < fraction <= 1 for fraction in fractions):
             config.data.train_weights = fractions
         else:

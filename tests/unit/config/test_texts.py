@@ -69,6 +69,20 @@ def test_files_with_weights():
     assert (config.data.train_files, config.data.train_weights) == (["a.jsonl", "08.jsonl"], [1.0, 0.25])
 
 
+@pytest.mark.parametrize("below", ["{a.jsonl: 0.5}", "[a.jsonl]", "a.jsonl"])
+@pytest.mark.parametrize(("given", "weights"), [("{b.jsonl: 0.25}", [0.25]), ("[b.jsonl]", None), ("b.jsonl", None)])
+def test_files_replace_those_of_the_recipe(tmp_path, below, given, weights):
+    (tmp_path / "own.yaml").write_text(f"data: {{train_files: {below}}}\n", encoding="utf-8")
+    models = [each for each in OWN if "train_files" not in each]
+    config = load_config([*models, f"data.train_files={given}"], config_name="own", config_path=tmp_path)
+    assert (config.data.train_files, config.data.train_weights) == (["b.jsonl"], weights)
+
+
+def test_weights_are_given_once():
+    with pytest.raises(ConfigError, match=r"^data\.train_weights: must be null if data\.train_files has .*got \[0\.1\]"):
+        load_config([*OWN, "data.train_files={a.jsonl: 1}", "data.train_weights=[0.1]"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
