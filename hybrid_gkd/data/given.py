@@ -119,20 +119,20 @@ def tokenize_completion(
     else:
         text, turns = _rendered(answer, prompt, render, where)
     encoded = Encoded(tokenizer, text, where)
-    if len(answer.messages) == 1 and not answer.excluded:
-        trained = np.ones(len(encoded.ids), bool)
-    else:
+    trained = np.ones(len(encoded.ids), bool)
+    if len(answer.messages) > 1 and mask != ALL:
+        trained = encoded.within(turns)
+    if answer.excluded:
         start = text.find(content)
-        if answer.excluded and start < 0:
+        if start < 0:
             raise DataError(f"{where}: the chat template changes the text, so no spans of it can be excluded")
-        excluded = [(start + first, start + last) for first, last in answer.excluded]
-        trained = encoded.within(turns) & ~encoded.within(excluded)
+        trained &= ~encoded.within([(start + first, start + last) for first, last in answer.excluded])
     ids = encoded.ids
     if render is None and ids[-1:] != [tokenizer.eos_token_id]:
         ids, trained = [*ids, tokenizer.eos_token_id], np.append(trained, True)
     front = np.zeros(len(prompt_ids), bool)
     if mask == ALL:
-        front[1:], trained = True, np.ones(len(ids), bool)
+        front[1:] = True
     elif mask == ASSISTANT and render is not None and any(each["role"] == "assistant" for each in prompt):
         of_prompt = render(prompt, add_generation_prompt=True)
         turns = [*_turns(prompt, 0, of_prompt, render, where)]

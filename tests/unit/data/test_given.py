@@ -117,6 +117,13 @@ def test_spans_are_left_out_token_by_token(tmp_path):
     assert make_byte_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
 
 
+@pytest.mark.parametrize("mask", ["answer", "assistant", "all"])
+def test_spans_are_left_out_with_every_mask(tmp_path, mask):
+    [task] = load(tmp_path, [{"prompt": "p", "response": "abc", "spans": [[0, 2]]}], loss_mask=mask)
+    assert trained(task).endswith("c<|end|>\n")
+    assert ("ab" in trained(task), "user" in trained(task)) == (False, mask == "all")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
