@@ -260,6 +260,11 @@ def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> R
             raise DataError(f"{where}: no column {column!r} ({key}); its columns are: {', '.join(names)}")
     if not rows:
         raise DataError(f"{where}: has no rows")
+    if source.of_arrow:
+        nested = {columns.prompt_key, columns.response_key, columns.teacher_prompt_key, TOOLS}
+        rows = [
+            {name: _without_nulls(value) if name in nested else value for name, value in row.items()} for row in rows
+        ]
     checked = [
         _read_row(values, columns, answer_path, f"{where}, row {number}") for number, values in enumerate(rows, 1)
     ]
@@ -321,7 +326,9 @@ def check_messages(value: object, where: str) -> Chat:
 
 def _check_message(message: object, where: str) -> dict[str, Any]:
     """Return a message with all of its fields, for the chat template; content may be null with tool_calls."""
-    found = _without_nulls(message)
+    found: Any = message
+    if isinstance(message, dict):
+        found = {name: value for name, value in message.items() if value is not None}
     if isinstance(found, dict) and found.get("role") == "assistant" and found.get("tool_calls"):
         found = {"content": None} | found  # some templates test whether it is null
         whole = isinstance(found["content"], str | None)
@@ -340,11 +347,11 @@ def _tools(value: object, where: str) -> Tools:
             found = json.loads(value)
     if not isinstance(found or [], list) or not all(isinstance(tool, dict) for tool in found or []):
         raise DataError(f"{where}: must be a list of tools (objects), or its JSON; got {short(value)}")
-    return _without_nulls(found) or None
+    return found or None
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields at any depth; Arrow's structs have null for fields of other rows."""
+    """Remove null fields at any depth."""
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     if isinstance(value, dict):

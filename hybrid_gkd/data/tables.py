@@ -55,6 +55,8 @@ class Source:
     name: str
     read: Callable[[str, Container[str]], Table]
     """Function of the beginning of messages, and the names of the requested columns."""
+    of_arrow: bool = True
+    """True for tables of Arrow, whose nested objects have null for the fields of other rows; false for text files."""
 
 
 def find_sources(entries: list[str], key: str, unpacked_bytes: float = UNPACKED_BYTES) -> list[Source]:
@@ -70,7 +72,7 @@ def _find(entry: str, key: str, unpacked_bytes: float) -> list[Source]:
     path, name = Path(entry).expanduser(), entry.lower()
     folder, colon, split = entry.rpartition(":")
     if path.is_file():
-        return [Source(entry, _file_reader(path, entry, key, unpacked_bytes))]
+        return [Source(entry, _file_reader(path, entry, key, unpacked_bytes), path.suffix.lower() == ".parquet")]
     if path.is_dir():
         return [Source(entry, _folder_reader(path, None))]
     if colon and Path(folder).expanduser().is_dir():

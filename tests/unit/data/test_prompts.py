@@ -262,6 +262,28 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
     assert json.loads(texts[2]) == rows[2]["prompt"]
 
 
+def test_nulls_within_a_call_of_a_tool_are_values_except_in_arrow(write, tmp_path):
+    """Arrow has null for the arguments of other rows' calls."""
+    def row(**arguments):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        messages = [{"role": "user", "content": "x", "name": None}, {"role": "assistant", "tool_calls": calls}]
+        return {"prompt": [*messages, {"role": "tool", "content": "y"}], "tools": [{"default": None, "of": arguments}]}
+
+    rows = [row(city="Paris", unit=None), row(amount=3, unit="C")]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages[0].name is defined }} {{ messages[1].tool_calls[0].function.arguments | tojson }} {{ tools | tojson }}"
+    )
+    as_text = [each | {"tools": json.dumps(each["tools"])} for each in rows]
+    for file in (write(rows, "a.jsonl"), write(as_text, "b.jsonl")):
+        found = decode(load(file, tokenizer=tokenizer, max_prompt_length=512)[0])
+        arguments = '{"city": "Paris", "unit": null}'
+        assert found == f'False {arguments} [{{"default": null, "of": {arguments}}}]'
+    found = decode(load(tmp_path / "rows.parquet", tokenizer=tokenizer, max_prompt_length=512)[0])
+    assert found == 'False {"city": "Paris"} [{"of": {"city": "Paris"}}]'
+
+
 def test_template_arguments_and_a_tokenizer_without_a_template(write):
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
