@@ -94,6 +94,8 @@ class GivenTokens:
     """A token ids."""
     loss_mask: np.ndarray
     """bool [P + A], trained tokens, including those of the P prompt tokens."""
+    missing: list[str]
+    """Fields of the messages, of `CONTENTS`, that the chat template does not render, or not completely."""
 
 
 def tokenize_completion(
@@ -138,7 +140,20 @@ def tokenize_completion(
         turns = [*_turns(prompt, 0, of_prompt, render, where)]
         front = Encoded(tokenizer, of_prompt, where).within(turns)
         front[:1] = False
-    return GivenTokens(ids, np.concatenate([front, trained]))
+    return GivenTokens(ids, np.concatenate([front, trained]), _missing(answer.messages, text))
+
+
+def _missing(messages: Chat, text: str) -> list[str]:
+    """Return the fields with contents of the assistant that are not in a text, regardless of white space."""
+    squeezed, found = "".join(text.split()), set[str]()
+    for message in (each for each in messages if each["role"] == "assistant"):
+        calls = message.get("tool_calls")
+        calls = [each for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
+        functions = [each.get("function", each) for each in calls]
+        parts = [("tool_calls", each.get("name")) for each in functions if isinstance(each, dict)]
+        parts += [(name, message.get(name)) for name in CONTENTS if name != "tool_calls"]
+        found |= {name for name, part in parts if "".join(str(part or "").split()) not in squeezed}
+    return sorted(found)
 
 
 def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:

@@ -21,6 +21,7 @@ from hybrid_gkd.config import DEFAULT_TEACHER
 from hybrid_gkd.data.chat_template import TOOLS, Chat, Tools, renderer, tokenize_chats
 from hybrid_gkd.data.given import (
     ANSWER,
+    CONTENTS,
     GivenCompletion,
     GivenTokens,
     parse_completion,
@@ -387,6 +388,13 @@ def _given_tokens(
             row.given, row.messages, prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
             render=render if tokenizer.chat_template else None,
         ))  # fmt: skip
+    for name in CONTENTS:
+        rows = [row for row, given in enumerate(found, 1) if given is not None and name in given.missing]
+        if rows:
+            logger.warning(
+                "%s: the chat template leaves out %r of %d given completions, or a part of it, first row %d",
+                table.where, name, len(rows), rows[0],
+            )  # fmt: skip
     return found
 
 

@@ -79,7 +79,7 @@ def test_files_replace_those_of_the_recipe(tmp_path, below, given, weights):
 
 
 def test_weights_are_given_once():
-    with pytest.raises(ConfigError, match=r"^data\.train_weights: must be null if data\.train_files has .*got \[0\.1\]"):
+    with pytest.raises(ConfigError, match=r"^data\.train_weights: must be null if data\.train_files .*got \[0\.1\]"):
         load_config([*OWN, "data.train_files={a.jsonl: 1}", "data.train_weights=[0.1]"])
 
 

@@ -109,6 +109,24 @@ def test_a_call_of_a_tool_without_a_text_is_an_answer(tmp_path):
     assert trained(task) == "None<|end|>\n"
 
 
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"content": "so\n<think> b </think> c"}, None), ({"content": "b</think>c"}, "content"),
+        ({"content": "c", "reasoning_content": "b"}, "reasoning_content"), ({"tool_calls": 5}, None),
+        ({"tool_calls": [{"function": {"name": "add"}}]}, "tool_calls"), ({"tool_calls": [{"name": "None"}]}, None),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_completion_is_logged(tmp_path, caplog, message, field):
+    """Templates of reasoning models drop what is before </think>, and others drop fields that they do not read."""
+    template = CHATML.replace("m.content", "(m.content | string).split('b</think>') | last | trim")
+    rows = [{"prompt": "p", "response": each} for each in ("x \n\n y", [message | {"role": "assistant"}])]
+    load(tmp_path, rows, template=template)
+    rule = f".jsonl': the chat template leaves out {field!r} of 1 given completions, or a part of it, first row 2"
+    logged = [record.getMessage().partition("/rows")[2] for record in caplog.records]
+    assert logged == ([] if field is None else [rule])
+
+
 def test_spans_are_left_out_token_by_token(tmp_path):
     """An ä has two tokens, of which both go."""
     row = {"prompt": "p", "response": "abäcd", "spans": [[0, 1], [2, 3]]}

@@ -273,7 +273,8 @@ def test_nulls_within_a_call_of_a_tool_are_values_except_in_arrow(write, tmp_pat
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
-        "{{ messages[0].name is defined }} {{ messages[1].tool_calls[0].function.arguments | tojson }} {{ tools | tojson }}"
+        "{{ messages[0].name is defined }} {{ messages[1].tool_calls[0].function.arguments | tojson }} "
+        "{{ tools | tojson }}"
     )
     as_text = [each | {"tools": json.dumps(each["tools"])} for each in rows]
     for file in (write(rows, "a.jsonl"), write(as_text, "b.jsonl")):
