@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from hybrid_gkd.config import Config
@@ -11,6 +13,8 @@ from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.ppo.steps import make_sampler
 from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, final_number, function_of_source
 from hybrid_gkd.types import Task
+
+logger = logging.getLogger(__name__)
 
 
 def check_distinct(facts: Facts) -> None:
@@ -94,6 +98,18 @@ def check_right_answers(facts: Facts) -> None:
                 f"{key}: row {prompt.row} of the data: the gsm8k reward needs a number in every answer; got "
                 f"{prompt.answer!r}"
             )
+
+
+def warn_about_steps(config: Config, steps: int) -> None:
+    """Warn of settings for steps that the run does not have; `steps`: their number."""
+    warmup, limits = config.trainer.warmup_steps_sft, config.data.max_response_length_schedule
+    if warmup >= steps > 0 and not config.is_sft:
+        logger.warning(
+            "trainer.warmup_steps_sft=%d: all %d steps of the run train on given completions only, without the losses "
+            "of teacher and rewards", warmup, steps,
+        )  # fmt: skip
+    if 0 < steps < max(limits, default=0):
+        logger.warning("data.max_response_length_schedule: the run has only %d steps; got %s", steps, limits)
 
 
 def describe_dropped_prompts(config: Config, prompts: list[Task], steps: int) -> str:

@@ -296,6 +296,7 @@ def data(facts: Facts) -> str:
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
+    data_checks.warn_about_steps(facts.config, facts.steps)
     data_checks.check_distinct(facts)
     data_checks.check_data_sources(facts)
     data_checks.check_right_answers(facts)

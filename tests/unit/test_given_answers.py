@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from hybrid_gkd import testing
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, SeveralErrors
+from hybrid_gkd.launch.data_checks import warn_about_steps
 from hybrid_gkd.ppo.steps import drawn_rows
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
@@ -291,6 +292,25 @@ def test_the_limit_of_answers_grows_with_the_schedule():
     options = ["data.response_key=null", schedule, "trainer.total_training_steps=5"]
     fit(GKDTrainer, configure("unused", *options), group, teacher=LocalTeacher(score))
     assert limits == [8, 3, 3, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.warmup_steps_sft=4"], "trainer.warmup_steps_sft=4: all 4 steps of the run train on given"),
+        (["data.max_response_length_schedule={1: 3, 5: 6}"], "has only 4 steps; got {1: 3, 5: 6}"),
+        (["trainer.warmup_steps_sft=3"], ""), ([*SFT, "trainer.warmup_steps_sft=4"], ""),
+        (["data.max_response_length_schedule={1: 3, 4: 6}"], ""),
+    ],
+)
+def test_settings_for_steps_that_the_run_does_not_have_are_logged(caplog, overrides, message):
+    config = configure("unused", *overrides)
+    warn_about_steps(config, 4)
+    assert message in caplog.text
+    assert bool(message) == bool(caplog.text)
+    caplog.clear()
+    warn_about_steps(config, 0)  # only validation
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("schedule", ["{1: 6, 3: 5}", "{0: 4}", "{1: 9}", "{1: 0}"])
