@@ -43,8 +43,10 @@ class Task:
     """Name of the row's data set (`data.reward_fn_key`); None if the data has none."""
     file: str = ""
     """Short name of the row's file, used as data source in validation metrics if that is None."""
+    entry: int = 0
+    """Place of the row's entry in data.train_files, from 0 on; a pattern is one entry of several files."""
     weight: float = 1.0
-    """Fraction of the file's rows in an epoch."""
+    """Fraction of the entry's rows in an epoch."""
     extra_info: dict[str, Any] | None = None
     """Further columns for custom reward functions; None without them."""
 

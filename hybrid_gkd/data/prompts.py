@@ -71,9 +71,11 @@ class Rows:
     """Name of the table in the configuration."""
     rows: list[Row]
     weight: float
-    """Fraction of the rows in an epoch."""
+    """Fraction of the entry's rows in an epoch."""
     columns: Sequence[str] = ()
     """Names of all columns of the table."""
+    entry: int = 0
+    """Place of the table's entry in the configuration key, from 0 on."""
 
     def without_given(self) -> Rows:
         """Return the prompts alone, for validation."""
@@ -121,8 +123,8 @@ def read_rows(
     # Resolve all entries first: a long download must not delay an error.
     sources = call_all(functools.partial(find_sources, [entry], key, unpacked_bytes) for entry in entries)
     tables = call_all(
-        functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns, weight)
-        for entry, weight in zip(sources, weights or [1.0] * len(sources), strict=True)
+        functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns, place, weight)
+        for place, (entry, weight) in enumerate(zip(sources, weights or [1.0] * len(sources), strict=True))
         for source in entry
     )
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
@@ -184,7 +186,7 @@ def make_prompts(
                     **fit(answer, length, len(token_ids)) if answer else {},
                     messages=row.messages if keep_messages else None, tools=row.tools, text=_user_text(row.messages),
                     answer=row.answer, data_source=row.data_source, extra_info=row.extra_info,
-                    file=file, weight=table.weight, teacher=row.teacher,
+                    file=file, entry=table.entry, weight=table.weight, teacher=row.teacher,
                 ))  # fmt: skip
         problems += _untrained(prompts[before:], num_rows, table.where)
         num_rows += len(all_ids)
@@ -240,7 +242,7 @@ def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:
         logger.warning("%s: skipped %d of %d prompts %s", key, skipped, num_rows, limit)
 
 
-def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> Rows:
+def _read_rows(source: Source, where: str, columns: Columns, entry: int, weight: float) -> Rows:
     wanted = {columns.prompt_key, columns.data_source_key, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
     wanted |= {name for name in (columns.response_key, columns.excluded_spans_key, columns.teacher_prompt_key) if name}
     wanted |= {columns.teacher.name} if columns.teacher else set()
@@ -269,7 +271,7 @@ def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> R
     checked = [
         _read_row(values, columns, answer_path, f"{where}, row {number}") for number, values in enumerate(rows, 1)
     ]
-    return Rows(where, source.name, checked, weight, names)
+    return Rows(where, source.name, checked, weight, names, entry)
 
 
 def _read_row(values: dict[str, Any], columns: Columns, answer_path: list[str], where: str) -> Row:

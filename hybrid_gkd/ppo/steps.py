@@ -16,8 +16,8 @@ from hybrid_gkd.types import Task
 def make_sampler(data: DataConfig, tasks: Sequence[Task]) -> PromptSampler:
     """Return the sampler of generation batches. Raises DataError: the training prompts do not fill one batch."""
     key = "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size"
-    files = itertools.groupby(tasks, key=lambda task: (task.file, task.weight))
-    parts = [(len(list(own)), weight) for (_, weight), own in files]
+    entries = itertools.groupby(tasks, key=lambda task: (task.entry, task.weight))
+    parts = [(len(list(own)), weight) for (_, weight), own in entries]
     return PromptSampler(parts, data.gen_batch_size or data.train_batch_size, data.shuffle, data.seed, key)
 
 

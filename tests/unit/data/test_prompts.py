@@ -10,10 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from hybrid_gkd.config.schema import DataConfig
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.routing import TeacherColumn
 from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
+from hybrid_gkd.ppo.steps import make_sampler
 
 TOKENIZER = make_byte_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
 
@@ -260,6 +262,25 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
     assert others == [texts, texts]
     assert json.loads(texts[0]) == rows[0]["prompt"]
     assert json.loads(texts[2]) == rows[2]["prompt"]
+
+
+def test_the_weight_of_a_pattern_is_that_of_all_its_files(write, tmp_path):
+    """Each file has one row, of which no fraction is less."""
+    for number in range(40):
+        write([{"prompt": f"q{number}"}], f"part{number}.jsonl")
+    read = read_rows(
+        [str(tmp_path / "part?.jsonl"), str(tmp_path / "part??.jsonl")], Columns(), key="data.train_files",
+        weights=[0.5, 0.1],
+    )
+    tasks = make_prompts(
+        read, key="data.train_files", tokenizer=TOKENIZER, max_prompt_length=64, truncation="error",
+        filter_overlong_prompts=False, apply_chat_template_kwargs={},
+    )
+    sampler = make_sampler(DataConfig(train_batch_size=8), tasks)
+    assert sampler.num_prompts == 8
+    drawn = [sampler.batch(number)[1] for number in range(1, 11)]
+    assert [sorted(rows >= 10) for rows in drawn] == 10 * [5 * [False] + 3 * [True]]
+    assert set(np.concatenate(drawn).tolist()) == set(range(40))
 
 
 def test_nulls_within_a_call_of_a_tool_are_values_except_in_arrow(write, tmp_path):
