@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 DATA_SOURCE, EXTRA_INFO = "data_source", "extra_info"
 """Optional columns besides `TOOLS`: the data source (unless `data.reward_fn_key` names another one), and further values
 for custom reward functions."""
+
+CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+"""Beginning of a list of chat messages that was written as JSON, or by Python, into a column of texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,15 +267,29 @@ def _read_rows(source: Source, where: str, columns: Columns, entry: int, weight:
             raise DataError(f"{where}: no column {column!r} ({key}); its columns are: {', '.join(names)}")
     if not rows:
         raise DataError(f"{where}: has no rows")
+    columns_of_chats = (columns.prompt_key, columns.response_key, columns.teacher_prompt_key)
+    chats = [name for name in dict.fromkeys(columns_of_chats) if name is not None]
     if source.of_arrow:
-        nested = {columns.prompt_key, columns.response_key, columns.teacher_prompt_key, TOOLS}
         rows = [
-            {name: _without_nulls(value) if name in nested else value for name, value in row.items()} for row in rows
+            {name: _without_nulls(value) if name in (*chats, TOOLS) else value for name, value in row.items()}
+            for row in rows
         ]
+    for name in chats:
+        _warn_about_chat_texts([row.get(name) for row in rows], f"{where}, column {name!r}")
     checked = [
         _read_row(values, columns, answer_path, f"{where}, row {number}") for number, values in enumerate(rows, 1)
     ]
     return Rows(where, source.name, checked, weight, names, entry)
+
+
+def _warn_about_chat_texts(values: list[Any], where: str) -> None:
+    """Warn of the text of a list of messages, which is not parsed."""
+    found = [row for row, text in enumerate(values, 1) if isinstance(text, str) and CHAT_TEXT.match(text)]
+    if found:
+        logger.warning(
+            "%s: %d texts, first row %d, look like lists of chat messages, and are read as one message each; a list "
+            "needs a file of JSON or Parquet, not its text", where, len(found), found[0],
+        )  # fmt: skip
 
 
 def _read_row(values: dict[str, Any], columns: Columns, answer_path: list[str], where: str) -> Row:

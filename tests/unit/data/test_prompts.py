@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import time
 import tracemalloc
 
@@ -262,6 +263,15 @@ def test_prompts_are_the_same_from_every_format(write, tmp_path):
     assert others == [texts, texts]
     assert json.loads(texts[0]) == rows[0]["prompt"]
     assert json.loads(texts[2]) == rows[2]["prompt"]
+
+
+@pytest.mark.parametrize("text", ['[{"role": "user", "content": "x"}]', "[{'content': 'x', 'role': 'user'}]"])
+def test_a_chat_in_a_column_of_texts_is_logged(write, caplog, text):
+    quoted = text.replace('"', '""')
+    file = write(f'prompt\nhi\n"{quoted}"\n"{quoted}"\n[1]\n', "a.csv")
+    assert [prompt.text for prompt in load(file)] == ["hi", text, text, "[1]"]
+    [record] = caplog.records
+    assert re.search(r"a.csv', column 'prompt': 2 texts, first row 2, look like lists of chat", record.getMessage())
 
 
 def test_the_weight_of_a_pattern_is_that_of_all_its_files(write, tmp_path):
