@@ -111,6 +111,10 @@ FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sf
     name: replace(MANY[name], settings=grid((1e-4, 3e-4, 3e-5), (32,), LENGTHS), search_fraction=1.0)
     for name in ("off_policy", "sft_teacher", "sft_data")
 } | {name: replace(MANY[name], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))) for name in ("opd", "mixed")} | {
+    "opd_diverse": Method(
+        title="on-policy distillation, sampled at temperature 1.3", settings=grid((1e-3, 3e-4, 1e-4), (16, 32)),
+        overrides=f"{ROLLOUT}.temperature=1.3",
+    ),
     "opd_reverse": replace(MANY["opd_reverse"], settings=grid((3e-4, 1e-4, 5e-4), (32, 16))),
     "opd_rewards": replace(MANY["opd_rewards"], settings=grid((1e-3, 3e-4, 1e-4), (4, 8))),
     "sft_opd": Method(  # the warm start is the best SFT of this regime
