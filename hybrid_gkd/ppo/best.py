@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from hybrid_gkd.config import TrainerConfig
@@ -27,6 +28,19 @@ def best_to_resume(metric: str | None, state: TrainerState, store: CheckpointSto
     """Return the best validation of a resumed run; None if it used another metric or its checkpoint is missing."""
     best = state.best
     return best if best and best.metric == metric and store.folder(best.step).is_dir() else None
+
+
+def is_comparable(metric: str, changed: Collection[str]) -> bool:
+    """Return whether a validation metric does not depend on the settings that changed.
+
+    Divergences do not depend on rewards, and other metrics not on the teacher.
+
+    Args:
+        changed: lines of `changed_settings`, of `validation_settings`.
+    """
+    is_divergence = re.sub(r"/q\d$", "", metric).endswith(LOWEST)
+    others = re.compile("reward" if is_divergence else r"distillation\.|[^: ]*\.teacher")
+    return all(others.match(line) for line in changed)
 
 
 def check_best_metric(trainer: TrainerConfig, sources: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from hybrid_gkd.config import BATCHES_AHEAD, Config, updates_per_step
 from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import decode
-from hybrid_gkd.ppo.best import best_to_resume, new_best
+from hybrid_gkd.ppo.best import best_to_resume, is_comparable, new_best
 from hybrid_gkd.ppo.checkpoint_writer import CheckpointWriter, Snapshots
 from hybrid_gkd.ppo.generation import RolloutGenerator
 from hybrid_gkd.ppo.guards import Guards
@@ -455,15 +455,19 @@ class PPOTrainer:
         self.kl_penalty.resume(state.kl_coef)
 
     def _compare_validations(self, state: TrainerState) -> None:
-        """Drop the checkpoint's results of validation if those to come differ in their settings."""
+        """Drop the checkpoint's validation metrics that depend on settings which have changed since."""
         if not self.val_prompts:  # nothing is compared until a later start
             self._validation = state.validation
         changed = changed_settings(state.validation, self._validation, folder=state.working_dir)
         if not changed or self.config.trainer.val_only:
             return
-        self.best = self.saving.best = None
-        self.first_metrics = {name: value for name, value in self.first_metrics.items() if not name.startswith("val/")}
+        if self.best is not None and not is_comparable(self.best.metric, changed):
+            self.best = self.saving.best = None
+        self.first_metrics = {
+            name: value for name, value in self.first_metrics.items()
+            if not name.startswith("val/") or is_comparable(name, changed)
+        }
         logger.warning(
-            "earlier validations are not compared with those from now on, which differ (was -> is):\n%s",
+            "validation metrics that depend on these settings are not compared with earlier ones (was -> is):\n%s",
             "\n".join(changed),
         )

@@ -201,6 +201,11 @@ def test_a_resumed_run_does_not_compare_with_another_validation(tmp_path, caplog
 
     assert resume() == kept
     assert "not compared" not in caplog.text
+    divergences = {name for name in kept[1] if "_kl" in name}
+    others = kept[1] - divergences
+    assert "val/accuracy" in others
+    assert resume("reward.score_on_error=0.5") == (kept[0], divergences)
+    assert resume("distillation.topk=2", "trainer.allow_changed_config=true") == (None, others)
     assert resume("actor_rollout_ref.rollout.val_kwargs.temperature=0.5") == (None, set())
     assert "rollout.val_kwargs.temperature: 0.0 -> 0.5" in caplog.text
 
