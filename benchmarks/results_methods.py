@@ -119,7 +119,7 @@ FEW_METHODS = {name: method for name, method in MANY.items() if name not in ("sf
     "opd_rewards": replace(MANY["opd_rewards"], settings=grid((1e-3, 3e-4, 1e-4), (4, 8))),
     "sft_opd": Method(  # the warm start is the best SFT of this regime
         title="SFT on the data, then on-policy", given="data",
-        settings=grid((3e-4, 1e-3, 1e-4), (16, 32)),
+        settings=grid((3e-4, 1e-3, 1e-4), (16, 32)), search_fraction=0.6,
         overrides=f"{GIVEN} distillation.on_policy_fraction=1 trainer.warmup_steps_sft=${{by_device:33,10}} "
         f"{ACTOR}.optim_sft.lr=1e-4 {SFT_COSINE}",
     ),
