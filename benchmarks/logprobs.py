@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.launch.plan import make_plan
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.needs import trained_models
+from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -41,10 +41,7 @@ VOCABULARY, END = 8000, "<end>"
 
 def encode(file: Path) -> tuple[list[list[int]], int]:
     """Token ids of every row, by a tokenizer that is trained on the file; the id that ends a text."""
-    texts = [
-        "\n".join(value for value in json.loads(line).values() if isinstance(value, str))
-        for line in file.read_text(encoding="utf-8").splitlines()
-    ]
+    texts = ["\n".join(value for value in row.values() if isinstance(value, str)) for row in read_json_lines(file)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

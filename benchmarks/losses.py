@@ -12,7 +12,6 @@ the seeds, with the lowest and highest in the table. The plot is written to benc
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from typing import Any
 
 import vl_convert
 from common import ROOT
+
+from hybrid_gkd.runtime.files import read_json_lines
 
 WEIGHTS = "distillation.mixed_weights.forward_kl=0.5 distillation.mixed_weights.reverse_kl=0.5"
 GROUPS = "data.train_batch_size=32 actor_rollout_ref.rollout.n=4"  # the recipe's 128 completions, four per prompt
@@ -79,9 +80,7 @@ def train(name: str, seed: int, folder: Path) -> None:
 def read(name: str, seeds: list[int], folder: Path) -> list[Run]:
     """Return the stored runs of this name, one for each seed."""
     files = [folder / "hybrid_gkd" / f"{name}_{seed}" / "metrics.jsonl" for seed in seeds]
-    return [
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files if file.exists()
-    ]
+    return [list(read_json_lines(file)) for file in files if file.exists()]
 
 
 def ends(run: Run) -> list[float]:

@@ -53,6 +53,8 @@ from typing import Any
 import numpy as np
 from common import ENVIRONMENT, ROOT, call, device_name
 
+from hybrid_gkd.runtime.files import read_json_lines
+
 OLDEST_TRL = (1, 16)
 NEEDED = ("trl", "vllm", "accelerate", "datasets")
 FIND = f"""
@@ -197,7 +199,7 @@ def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: s
     call(command, folder / f"program_{lengths}.log", deadline(args), ANSWER_LENGTHS=lengths)
     (file,) = runs.rglob("metrics.jsonl")
     before, found = 0.0, []
-    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    for row in read_json_lines(file):
         found.append({
             "seconds": row["timing/elapsed"] - before,
             "answer_tokens": round(row["response_length/mean"] * args.prompts),
@@ -232,7 +234,7 @@ def run_trl(
         call(command, log, deadline(args), ANSWER_LENGTHS=lengths)
     except SystemExit as failure:
         error = str(failure)
-    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    found = list(read_json_lines(rows))
     return found, error, bool(error) and "out of memory" in log.read_text(errors="replace", encoding="utf-8")
 
 

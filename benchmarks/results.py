@@ -55,6 +55,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row, write_rows
 from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.use import visible_device
+from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 
 STORED = ROOT / "benchmarks" / "results"
@@ -253,8 +254,7 @@ def say_validations(name: str, rows: list[dict[str, float]]) -> None:
 def curve_so_far(folder: Path, batch: tuple[int, int], written: tuple[float, int]) -> list[dict[str, float]]:
     """`curve` of what a run has written below its folder."""
     found = list(folder.rglob("metrics.jsonl"))
-    lines = found[0].read_text(encoding="utf-8").split("\n")[:-1] if found else []  # the last one may be half written
-    return curve([json.loads(line) for line in lines], batch, written)
+    return curve(list(read_json_lines(found[0])) if found else [], batch, written)  # the last line may be half written
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -391,8 +391,7 @@ def write_prompts(runs: list[Run], settings: Settings) -> None:
 
     Files that are there may be shorter: of other --steps, or of a command that was killed.
     """
-    with open(settings.paths.train, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in itertools.islice(file, settings.steps * BATCH[settings.device])]
+    rows = list(itertools.islice(read_json_lines(settings.paths.train), settings.steps * BATCH[settings.device]))
     written: list[dict[str, Any]] = []
     if given := next((run for run in runs if run.method.given == "teacher"), None):
         written = write_completions(rows, given, settings)
@@ -413,7 +412,7 @@ def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dic
     """
     prompts, out = settings.written.with_suffix(".prompts.jsonl"), settings.written
     seconds = out.with_suffix(".seconds")
-    if not seconds.exists() or len(prompts.read_text(encoding="utf-8").splitlines()) != len(rows):
+    if not seconds.exists() or sum(1 for _ in read_json_lines(prompts)) != len(rows):
         seconds.unlink(missing_ok=True)
         for begun in out.parent.glob(f"{out.name}*"):  # its time is unknown, and the rest of it alone would be measured
             begun.unlink()
@@ -440,7 +439,7 @@ def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dic
         if process.returncode or began is None:
             raise SystemExit(f"the teacher's completions: exit code {process.returncode}")
         seconds.write_text(f"{(time.monotonic() - began) / len(rows):.6f}\n", encoding="utf-8")
-    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return list(read_json_lines(out))
 
 
 def train_missing(runs: list[Run], settings: Settings, deadline: float) -> None:

@@ -14,6 +14,7 @@ have the same likeliest token; on completions of each student, the reverse KL; a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from hybrid_gkd.data.prompts import Columns, read_rows
 from hybrid_gkd.demo.folders import DemoPaths, write_rows
 from hybrid_gkd.models.tokenizer import stop_token_ids
+from hybrid_gkd.runtime.files import read_json_lines
 
 BATCH = 64
 MAX_NEW_TOKENS = 256
@@ -73,8 +75,7 @@ def measure(args: argparse.Namespace) -> None:
     paths = DemoPaths.under(args.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(paths.teacher, padding_side="left")
-    prompts = [json.loads(line)["prompt"] for line in paths.val.read_text(encoding="utf-8").splitlines()]
-    prompts = prompts[: args.prompts]
+    prompts = [row["prompt"] for row in itertools.islice(read_json_lines(paths.val), args.prompts)]
     ends = stop_token_ids(str(paths.teacher), tokenizer)
     judge = Judge(load(paths.teacher, device), tokenizer, prompts, ends)
     students = {"start": [paths.student]} | {

@@ -29,6 +29,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row
 from hybrid_gkd.demo.models import greedy_answers
+from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.scoring.builtin_rewards import exact_match, gsm8k
 
 VALIDATIONS = 20
@@ -126,10 +127,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
     paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
-    train, val = (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for file in (paths.train, paths.val)
-    )
+    train, val = (list(read_json_lines(file)) for file in (paths.train, paths.val))
     tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
     prompts = Dataset.from_list([
         {name: [{"role": role, "content": row[column]}] for name, role, column in MESSAGES[: 2 if args.gold else 1]}

@@ -47,6 +47,7 @@ from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import trace_recording
+from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
@@ -164,7 +165,7 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
 
 def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
     """Medians over the counted steps: `step`, the timing metrics, `hidden_fraction` and lengths, in seconds, tokens."""
-    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = list(read_json_lines(run_folder / "metrics.jsonl"))
     counted = [row for row in rows if first < row["step"] <= len(rows) - last]
     published = sorted(  # before the first step and after each
         event["ts"] + event["dur"] for event in json.loads((run_folder / "trace.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ has it, by the student's own float32 log-probabilities.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.models import prompt_text
 from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.losses.divergence import forward_kl
+from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import Reading, TopK
@@ -104,7 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     device = args.device or visible_device()
     paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
-    rows = [json.loads(line) for line in paths.val.read_text(encoding="utf-8").splitlines()[: args.sequences]]
+    rows = list(itertools.islice(read_json_lines(paths.val), args.sequences))
     with own_process() as pool:
         readings, student = pool.submit(answers, paths.student, rows, device).result(TIMEOUT)
     found = {}

@@ -25,6 +25,8 @@ from typing import Any
 import vl_convert
 from common import ROOT
 
+from hybrid_gkd.runtime.files import read_json_lines
+
 COLORS = {  # Okabe and Ito
     "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",
     "sync_rollout_weights": "#009e73", "request": "#cc79a7",
@@ -107,7 +109,7 @@ def table(folders: list[Path]) -> str:
         "|---" * (len(TIMES) + 5) + "|",
     ]
     for folder in folders:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = list(read_json_lines(folder / "metrics.jsonl"))
         rows, accuracies = [r for r in rows if r["step"]], [r["val/accuracy"] for r in rows if "val/accuracy" in r]
         accuracy = f"{100 * accuracies[-1]:.1f} %" if accuracies else ""
         times = [statistics.median(r.get(f"timing/{name}", 0.0) for r in rows[WARMUP_STEPS:]) for name in TIMES]

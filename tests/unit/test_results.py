@@ -169,6 +169,19 @@ def test_minutes_of_a_teachers_completion_count_when_it_is_first_used():
     assert [row["minutes"] for row in half] == [0, 2, 4, 6, 8]
 
 
+def test_a_teachers_completion_with_a_line_separator_is_one_row(tmp_path):
+    settings = make_settings(tmp_path)
+    for file in (settings.paths.train, settings.written.with_suffix(".prompts.jsonl")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    written = {"prompt": "a", "given": "one\u2028two\x85three"}
+    settings.written.write_text(json.dumps(written, ensure_ascii=False) + "\n", encoding="utf-8")
+    settings.written.with_suffix(".seconds").write_text("0.5\n", encoding="utf-8")
+    run = Run("many-sft_teacher", results.RUNS["many-sft_teacher"][1].settings[0])
+    results.write_prompts([run], settings)
+    assert json.loads(settings.prompts(run).read_text(encoding="utf-8")) == written
+
+
 def test_a_prompt_with_a_given_completion_has_no_drawn_ones():
     rows = [
         {"step": i, "timing/step": 60.0, "response_length/mean": 10.0, "training/given_fraction": given}
