@@ -3,7 +3,7 @@
     python benchmarks/results_compress.py make FOLDER --teacher HuggingFaceTB/SmolLM2-135M-Instruct \\
         --train openai/gsm8k:main:train --val openai/gsm8k:main:test
     python benchmarks/results.py run --models FOLDER --results benchmarks/results/compress --only compress-opd ...
-    python benchmarks/results_compress.py measure FOLDER --out benchmarks/results/compress/more.md
+    python benchmarks/results_compress.py measure FOLDER --out measured.md
 
 `make` takes some of the teacher's layers out: what is left is the student, which has the teacher's tokenizer and most
 of its knowledge, and speaks badly. `measure` compares the students of finished runs with the teacher on held-out
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_methods import COMPRESS_METHODS
 from results_report import spread
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -78,8 +79,9 @@ def measure(args: argparse.Namespace) -> None:
     prompts = [row["prompt"] for row in itertools.islice(read_json_lines(paths.val), args.prompts)]
     ends = stop_token_ids(str(paths.teacher), tokenizer)
     judge = Judge(load(paths.teacher, device), tokenizer, prompts, ends)
-    students = {"start": [paths.student]} | {
-        name: sorted((paths.root / "results").glob(f"compress-{name}-[0-9]*")) for name in args.only
+    students = {"student before": [paths.student]} | {
+        COMPRESS_METHODS[name].title: sorted((paths.root / "results").glob(f"compress-{name}-[0-9]*"))
+        for name in args.only
     }
     lines = [
         "| student | seeds | KL(teacher, student) | perplexity of the teacher's completions | "
@@ -87,17 +89,17 @@ def measure(args: argparse.Namespace) -> None:
         "|---|---|---|---|---|---|",
     ]
     shown = {"teacher": judge.greedy(judge.teacher)}
-    for name, folders in students.items():
+    for title, folders in students.items():
         found = []
         for folder in folders:
             model = load(folder, device)
             found.append(judge.measure(model))
-            shown.setdefault(name, judge.greedy(model))
+            shown.setdefault(title, judge.greedy(model))
         if found:
             cells = [spread([each[i] for each in found], 3 if i in (0, 3) else 2) for i in range(4)]
-            lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+            lines.append(f"| {title} | {len(found)} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-    parts = ["## Students of the compressed model, measured", "\n".join(lines), "Greedy completions:"]
+    parts = ["\n".join(lines), "## Greedy completions"]
     for number in range(min(SHOWN, len(prompts))):
         parts.append(f"**{one_line(prompts[number], 400)}**")
         parts.append("\n".join(f"- {name}: {one_line(texts[number], 300)}" for name, texts in shown.items()))
@@ -196,7 +198,7 @@ def main() -> None:
     command.add_argument("--prompt-key", default="question", help="column with the prompt (%(default)s)")
     command = commands.add_parser("measure")
     command.add_argument("folder", type=Path)
-    command.add_argument("--only", nargs="+", default=["opd", "off_policy", "sft_teacher"], help="methods")
+    command.add_argument("--only", nargs="+", choices=COMPRESS_METHODS, default=list(COMPRESS_METHODS))
     command.add_argument("--prompts", type=int, default=256)
     command.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

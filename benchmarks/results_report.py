@@ -26,7 +26,7 @@ Minutes are those of training steps, the writing of the teacher's completions in
 loading, validation and saving. A cell is the mean of the seeds, and the lowest to the highest."""
 SEARCH = "Ends of runs with one seed, the best first. The best setting of a method trains its seeds."
 Row = dict[str, float]
-AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
+AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("tokens of completions, millions", 1e-6)}
 
 
 class Panel(NamedTuple):
@@ -36,11 +36,14 @@ class Panel(NamedTuple):
     metric: str
     label: str
     unit: float = 1.0
+    scale: str = "linear"
 
 
 PANELS = {
     "Accuracy": tuple(Panel(axis, "val/accuracy", "accuracy on held-out problems, %", 100) for axis in AXES),
-    "Divergence": tuple(Panel(axis, "val/forward_kl", "held-out KL(teacher, student), nats/token") for axis in AXES),
+    "Divergence": tuple(
+        Panel(axis, "val/forward_kl", "held-out KL(teacher, student), nats/token", scale="log") for axis in AXES
+    ),
 }
 """Pictures by name, for runs with and without an accuracy."""
 
@@ -61,7 +64,7 @@ class Stored:
         return int(self.head["seed"])
 
     def points(self, axis: str, metric: str) -> list[tuple[float, float]]:
-        """(minutes or answer tokens, metric) where it was measured."""
+        """(minutes or tokens of completions, metric) where it was measured."""
         return [(row[axis], row[metric]) for row in self.rows if metric in row]
 
     @property
@@ -165,7 +168,7 @@ def chart(runs: dict[str, list[Stored]], titles: dict[str, str], panels: Sequenc
         x = {"field": "x", "type": "quantitative", "title": label, "scale": scale}
         order = [titles[name] for name in runs]
         color = {"field": "run", "type": "nominal", "title": None, "sort": order, "legend": {"symbolOpacity": 1}}
-        y = {"type": "quantitative", "title": panel.label}
+        y = {"type": "quantitative", "title": panel.label, "scale": {"type": panel.scale, "nice": panel.scale != "log"}}
         band = {"y": y | {"field": "lowest"}, "y2": {"field": "highest"}}
         drawn.append({
             "data": {"values": [
