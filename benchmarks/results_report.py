@@ -112,21 +112,22 @@ def spread(values: list[float], digits: int = 1) -> str:
 
 
 def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
-    """Markdown: the end of each run."""
-    lines = [
-        "| method | seeds | accuracy, % | KL(teacher, student), nats/token | minutes | tokens, M | setting |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, each in runs.items():
-        cells = [
-            spread([100 * end for run in each for end in run.last("val/accuracy")]),
-            spread([end for run in each for end in run.last("val/forward_kl")], 4),
-            spread([run.end("minutes") for run in each], 2),
-            spread([run.end("answer_tokens") / 1e6 for run in each], 2),
-            " or ".join(dict.fromkeys(run.head["setting"] for run in each)),
-        ]
-        lines.append(f"| {titles[name]} | {len(each)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Markdown: the end of each run, without columns that are empty."""
+    groups = list(runs.values())
+    columns = {
+        "method": [titles[name] for name in runs],
+        "seeds": [str(len(each)) for each in groups],
+        "accuracy, %": [spread([100 * end for run in each for end in run.last("val/accuracy")]) for each in groups],
+        "KL(teacher, student), nats/token": [
+            spread([end for run in each for end in run.last("val/forward_kl")], 4) for each in groups
+        ],
+        "minutes": [spread([run.end("minutes") for run in each], 2) for each in groups],
+        "tokens, M": [spread([run.end("answer_tokens") / 1e6 for run in each], 2) for each in groups],
+        "setting": [" or ".join(dict.fromkeys(run.head["setting"] for run in each)) for each in groups],
+    }
+    kept = {label: cells for label, cells in columns.items() if any(cells)}
+    head, *lines = (f"| {' | '.join(row)} |" for row in (kept, *zip(*kept.values(), strict=True)))
+    return "\n".join([head, "|---" * len(kept) + "|", *lines])
 
 
 def search_table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:

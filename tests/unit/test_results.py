@@ -70,13 +70,13 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
     parts = [
         "Words of about.", "1 or 2 runs at a time on each; teacher 38M parameters, 85.0 % right; student 6M",
         "### Many prompts", "![Accuracy by minutes and by tokens](results_many.svg)",
-        f"| distillation | 2 | 80.0 (70.0 to 90.0) |  | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | {setting} |",
+        f"| distillation | 2 | 80.0 (70.0 to 90.0) | 4.00 (4.00 to 4.00) | 2.00 (2.00 to 2.00) | {setting} |",
         "### Few prompts", "Words of few.",
-        f"| 2 | 30.0 (30.0 to 30.0) |  | 1.00 (1.00 to 1.00) | 4.00 (4.00 to 4.00) | {setting} or rate 5",
+        f"| 2 | 30.0 (30.0 to 30.0) | 1.00 (1.00 to 1.00) | 4.00 (4.00 to 4.00) | {setting} or rate 5",
         "Settings are the best of a [search](search/README.md)",
         "Words of compress/about.", "models x;",
         "![Divergence by minutes and by tokens](results_compress.svg)",
-        f"| distillation | 1 |  | 0.2000 | 1.00 | 1.00 | {setting} |",
+        f"| distillation | 1 | 0.2000 | 1.00 | 1.00 | {setting} |",
         "[search](compress/search/README.md)",
         "Words of more.",
     ]  # fmt: skip
