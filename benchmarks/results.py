@@ -424,6 +424,8 @@ def write_completions(rows: list[Row], run: Run, settings: Settings) -> list[dic
             str(settings.paths.teacher), "--out", str(out), "--response-key", "given", "--device", settings.device,
             "--max-tokens", str(config.data.max_response_length),
         ]  # fmt: skip
+        if run.regime.kept:  # a third of what a pretrained model writes is longer, and to be learned as well
+            command.append("--keep-cut")
         if (fraction := config.actor_rollout_ref.rollout.gpu_memory_utilization) is not None:
             command += ["--gpu-memory-utilization", str(fraction)]  # others may share the GPU
         began = None

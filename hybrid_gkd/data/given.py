@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Chat = list[dict[str, Any]]
+FINISH_REASON, CUT = "finish_reason", "length"
+"""A column, and its value for completions that reached a limit, as servers of the OpenAI API write them."""
 Span = tuple[int, int]
 """First character and end of a range of characters."""
 CONTENTS = ("content", "reasoning_content", "tool_calls")
@@ -37,6 +39,8 @@ class GivenCompletion:
     """The assistant's turns, possibly with turns of tools or users between them."""
     excluded: list[Span]
     """Character ranges of its only message that are not trained on."""
+    is_cut: bool
+    """Whether its writer reached a limit, so that it has no end."""
 
 
 def split_chat(value: object) -> tuple[object, Chat]:
@@ -53,7 +57,7 @@ def split_chat(value: object) -> tuple[object, Chat]:
 
 
 def parse_completion(
-    value: object, excluded: object, where: str, check: Callable[[object, str], Any]
+    value: object, excluded: object, where: str, check: Callable[[object, str], Any], *, is_cut: bool
 ) -> GivenCompletion | None:
     """Return the completion in a cell, None for an empty one; a text is one message of the assistant.
 
@@ -69,7 +73,7 @@ def parse_completion(
         return None
     if not messages[0]["role"] == messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: must begin and end with a message of the assistant; got {short(value)}")
-    return GivenCompletion(messages, _spans(excluded, messages, where))
+    return GivenCompletion(messages, _spans(excluded, messages, where), is_cut)
 
 
 def _spans(value: object, messages: Chat, where: str) -> list[Span]:
@@ -130,7 +134,15 @@ def tokenize_completion(
             raise DataError(f"{where}: the chat template changes the text, so no spans of it can be excluded")
         trained &= ~encoded.within([(start + first, start + last) for first, last in answer.excluded])
     ids = encoded.ids
-    if render is None and ids[-1:] != [tokenizer.eos_token_id]:
+    if answer.is_cut:
+        last = answer.messages[-1].get("content") or ""
+        last = last if last in text else last.strip()
+        if not last or last not in text:
+            rule = f"the chat template changes the text, so a completion with {FINISH_REASON}={CUT} cannot lose its end"
+            raise DataError(f"{where}: {rule}")
+        written = int(encoded.within([(0, text.rindex(last) + len(last))]).sum())
+        ids, trained = ids[:written], trained[:written]
+    elif render is None and ids[-1:] != [tokenizer.eos_token_id]:
         ids, trained = [*ids, tokenizer.eos_token_id], np.append(trained, True)
     front = np.zeros(len(prompt_ids), bool)
     if mask == ALL:
@@ -202,7 +214,8 @@ class Encoded:
         Raises DataError: the tokenizer does not provide character offsets.
         """
         if self._offsets is None:
-            raise DataError(f"{self.where}: data.excluded_spans_key needs a fast tokenizer (a tokenizer.json)")
+            rule = "excluded spans, several messages and cut completions need a fast tokenizer (a tokenizer.json)"
+            raise DataError(f"{self.where}: {rule}")
         starts, ends = np.array(self._offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, starts + 1)
         found = np.zeros(len(starts), bool)

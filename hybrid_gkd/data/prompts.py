@@ -23,6 +23,8 @@ from hybrid_gkd.data.chat_template import TOOLS, Chat, Tools, renderer, tokenize
 from hybrid_gkd.data.given import (
     ANSWER,
     CONTENTS,
+    CUT,
+    FINISH_REASON,
     GivenCompletion,
     GivenTokens,
     parse_completion,
@@ -250,6 +252,7 @@ def _read_rows(source: Source, where: str, columns: Columns, entry: int, weight:
     wanted = {columns.prompt_key, columns.data_source_key, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
     wanted |= {name for name in (columns.response_key, columns.excluded_spans_key, columns.teacher_prompt_key) if name}
     wanted |= {columns.teacher.name} if columns.teacher else set()
+    wanted |= {FINISH_REASON} if columns.response_key else set()
     wanted |= set() if columns.answer_key is None else {columns.answer_key, columns.answer_key.split(".")[0]}
     names, rows = read_table(source, where, wanted)
     answer_path = []
@@ -320,7 +323,9 @@ def _prompt_and_completion(values: dict[str, Any], columns: Columns, where: str)
     if columns.response_key == columns.prompt_key:
         prompt, response = split_chat(prompt)
     spans = None if columns.excluded_spans_key is None else values.get(columns.excluded_spans_key)
-    answer = parse_completion(response, spans, f"{where}, column {columns.response_key!r}", _check_message)
+    is_cut = values.get(FINISH_REASON) == CUT
+    place = f"{where}, column {columns.response_key!r}"
+    answer = parse_completion(response, spans, place, _check_message, is_cut=is_cut)
     return check_messages(prompt, of_prompt), answer
 
 

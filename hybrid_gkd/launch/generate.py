@@ -25,6 +25,7 @@ import torch
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.architectures import cannot_be_split
 from hybrid_gkd.config import Config
+from hybrid_gkd.data.given import FINISH_REASON
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error, rename_section
@@ -97,8 +98,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--top-k", type=int, default=-1, help="-1 keeps the whole vocabulary")
     add("--seed", type=int, default=0, help="seed from which the seed of each completion is derived")
     add("--keep-cut", action="store_true",
-        help="keep completions truncated by --max-tokens; they are rejected by default, since training on them teaches "
-        "a wrong end")
+        help="keep completions cut by --max-tokens, which a run reads without an end; they are rejected by default")
     add("--reward", metavar="NAME", help=f"compute a reward: {', '.join(REWARDS)}, or file.py:function")
     add("--answer-key", help="column with the right answer, as reward.answer_key")
     add("--reward-fn-key", default="data_source", help="column with the name of the data set, as data.reward_fn_key")
@@ -209,7 +209,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
 
 def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Raise DataError if a column would be overwritten, or has a value that JSON cannot represent."""
-    added = [options.response_key, "finish_reason", ROW, SAMPLE, *(["reward"] if options.reward else []), "rejected"]
+    added = [options.response_key, FINISH_REASON, ROW, SAMPLE, *(["reward"] if options.reward else []), "rejected"]
     for number, row in enumerate(rows, 1):
         if taken := [name for name in added if name in row]:
             hint = "; --response-key sets another name" if taken[0] == options.response_key else ""
@@ -346,8 +346,10 @@ class Recorder:
 
     def _line(self, task: Task, sample: Sample, reward: float | None) -> dict[str, Any]:
         text = decode(self.inputs.tokenizer, sample)
+        if sample.status == "length":
+            text = text.rstrip("\ufffd")  # a character of which some bytes are missing
         line = self.inputs.rows[task.index] | {
-            self._options.response_key: text, "finish_reason": sample.status, ROW: task.row, SAMPLE: sample.id.number,
+            self._options.response_key: text, FINISH_REASON: sample.status, ROW: task.row, SAMPLE: sample.id.number,
         }
         if reward is not None:
             line["reward"] = reward

@@ -57,6 +57,7 @@ def test_a_killed_command_continues_to_the_same_answers(folder):
     assert f"{ROWS} of {ROWS} rows" in text
     assert len({line["response"] for line in whole.values()}) == ROWS * N
     assert {line["finish_reason"] for line in whole.values()} == {"stop", "length"}
+    assert not any(line["response"].endswith("\ufffd") for line in whole.values() if line["finish_reason"] == "length")
     assert whole[2, 1]["more"] == {"id": [1]}
 
     out = folder / "killed.jsonl"

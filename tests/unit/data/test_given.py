@@ -55,6 +55,25 @@ def test_a_text_and_a_message_are_the_same_answer(tmp_path):
     assert trained(text) == trained(message) == "2 €<|end|>\n"
 
 
+CALLING = [said("assistant", "look"), said("tool", "5 < 6"), said("assistant", " so 5 ")]
+
+
+@pytest.mark.parametrize(
+    ("response", "template", "found"),
+    [
+        ("2 2", CHATML, "2 2"), (" 2 ", None, " 2 "), ([said("assistant", "2")], CHATML, "2"),
+        (CALLING, CHATML, "look<|end|>\n| so 5 "), ("end<|end|>", CHATML, "end<|end|>"),
+    ],
+)  # fmt: skip
+def test_a_cut_completion_has_no_end(tmp_path, response, template, found):
+    cut, whole = load(
+        tmp_path, [{"prompt": "1", "response": response, "finish_reason": reason} for reason in ("length", "stop")],
+        template=template,
+    )  # fmt: skip
+    assert trained(cut) == found
+    assert trained(whole).rstrip() == f"{found}<|end|>"
+
+
 def test_without_a_chat_template_an_answer_ends_with_the_end_of_sequence_token(tmp_path):
     rows = [{"prompt": "1+1=", "response": " 2"}, {"prompt": "1+1=", "response": " 2<|end|>"}]
     for task in load(tmp_path, rows, template=None):
@@ -160,6 +179,12 @@ def test_spans_are_left_out_with_every_mask(tmp_path, mask):
 def test_what_is_no_answer_is_named_with_its_row(tmp_path, row, message):
     with pytest.raises(DataError, match=message):
         load(tmp_path, [{"prompt": "p", **row}])
+
+
+def test_a_template_that_changes_a_cut_completion_is_refused(tmp_path):
+    rows = [{"prompt": "p", "response": "abc", "finish_reason": "length"}]
+    with pytest.raises(DataError, match="row 1: the chat template changes the text, so a completion with"):
+        load(tmp_path, rows, template=CHATML.replace("m.content", "m.content | upper"))
 
 
 def test_a_template_that_writes_history_differently_is_refused(tmp_path):
