@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hybrid_gkd.config import Config, run_teachers, updates_per_step
+from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.errors import CheckpointError, ConfigError, describe_error
 from hybrid_gkd.launch.checks import Facts
@@ -34,6 +34,7 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import RunTeachers, refuse_teacher_gpu
 from hybrid_gkd.offload.budget import Memory
 from hybrid_gkd.offload.needs import with_planned_caches
+from hybrid_gkd.ppo.steps import optimizer_steps
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
@@ -282,12 +283,11 @@ def start_workers(
     """
     config, plan = facts.config, facts.plan
     assert facts.steps is not None
-    prompts, trained = config.data.train_batch_size, max(0, facts.steps - config.trainer.critic_warmup)
+    updates = optimizer_steps(config, facts.steps)
     group = WorkerGroup(
         loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, num_ids=facts.num_ids,
         engine_memory=plan.memory.engine_memory, copy_bytes=plan.copy_bytes,
-        num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
-        num_critic_updates=facts.steps * updates_per_step(prompts, config.resolved_critic),
+        num_updates=updates["actor"], num_critic_updates=updates["critic"],
         on_placed=lambda placements: check_placement(plan.memory, placements),
         check=check_teacher, kept=kept,
     )

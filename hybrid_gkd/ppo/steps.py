@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hybrid_gkd.config import Config, DataConfig
+from hybrid_gkd.config import Config, DataConfig, updates_per_step
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.types import Task
 
@@ -27,6 +27,15 @@ def total_steps(config: Config, tasks: Sequence[Task]) -> int:
         return 0
     full, _ = make_sampler(config.data, tasks).num_steps(config.trainer.total_epochs)
     return config.trainer.total_training_steps or full
+
+
+def optimizer_steps(config: Config, steps: int) -> dict[str, int]:
+    """Return the optimizer steps of actor and critic in a run of `steps` training steps."""
+    prompts, trained = config.data.train_batch_size, max(0, steps - config.trainer.critic_warmup)
+    return {
+        "actor": trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
+        "critic": steps * updates_per_step(prompts, config.resolved_critic),
+    }
 
 
 def drawn_rows(tasks: Sequence[Task], fraction: float, *, seed: int, number: int) -> frozenset[int]:

@@ -19,6 +19,7 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK
 
 VOCABULARY, N, BATCH = 259, 2, 4
+OPTIM = "actor_rollout_ref.actor.optim"
 SFT = ("distillation.enabled=false",)
 
 
@@ -301,6 +302,12 @@ def test_the_limit_of_answers_grows_with_the_schedule():
         (["data.max_response_length_schedule={1: 3, 5: 6}"], "has only 4 steps; got {1: 3, 5: 6}"),
         (["trainer.warmup_steps_sft=3"], ""), ([*SFT, "trainer.warmup_steps_sft=4"], ""),
         (["data.max_response_length_schedule={1: 3, 4: 6}"], ""),
+        ([f"{OPTIM}.lr_warmup_steps=9", f"{OPTIM}.lr=0.5", "actor_rollout_ref.actor.ppo_mini_batch_size=2"],
+         f"{OPTIM}.lr_warmup_steps=9: the learning rate does not reach {OPTIM}.lr=0.5 in the 8 optimizer steps of the "
+         "run (trainer.total_training_steps=4)"),
+        ([f"{OPTIM}.lr_warmup_steps=4"], ""),
+        (["trainer.warmup_steps_sft=1", f"{OPTIM}_sft.lr_warmup_steps=2", f"{OPTIM}.lr_warmup_steps=3"],
+         f"{OPTIM}_sft.lr_warmup_steps=2: the learning rate does not reach {OPTIM}_sft.lr=1e-05 in the 1 optimizer"),
     ],
 )
 def test_settings_for_steps_that_the_run_does_not_have_are_logged(caplog, overrides, message):
