@@ -113,7 +113,10 @@ def validation_settings(config: Config, prompts: Collection[Task], learning: dic
         prompts: those of validation.
         learning: result of `learning_settings`, with those of the teachers.
     """
-    keys = (*REWARD, *REWARD_MODEL, f"{ARR}.rollout.val_kwargs", "distillation.topk", "distillation.temperature")
+    keys = (
+        "data.max_response_length", f"{ARR}.rollout.val_kwargs", f"{ARR}.rollout.end_repetitions", *REWARD,
+        *REWARD_MODEL, "distillation.topk", "distillation.temperature",
+    )  # fmt: skip
     found: dict[str, Any] = json.loads(json.dumps(_values(config, keys)))
     texts = (f"{prompt.text}\n{prompt.answer}\n" for prompt in prompts)
     found["data.val_files (checksum of prompts and answers)"] = _checksum(texts)

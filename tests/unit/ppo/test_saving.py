@@ -1,6 +1,7 @@
 """Checkpoints that are written behind the next steps, on a stand-in for the workers: what waits for them, and when."""
 
 import logging
+import re
 
 import pytest
 from test_schedulers import OWN_POOL, fit
@@ -206,8 +207,12 @@ def test_a_resumed_run_does_not_compare_with_another_validation(tmp_path, caplog
     assert "val/accuracy" in others
     assert resume("reward.score_on_error=0.5") == (kept[0], divergences)
     assert resume("distillation.topk=2", "trainer.allow_changed_config=true") == (None, others)
-    assert resume("actor_rollout_ref.rollout.val_kwargs.temperature=0.5") == (None, set())
-    assert "rollout.val_kwargs.temperature: 0.0 -> 0.5" in caplog.text
+    for key, value in [
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "0.5"), ("data.max_response_length", "4"),
+        ("actor_rollout_ref.rollout.end_repetitions", "2"),
+    ]:
+        assert resume(f"{key}={value}", "trainer.allow_changed_config=true") == (None, set())
+        assert re.search(rf"{re.escape(key)}: \S+ -> {value}", caplog.text)
 
 
 @pytest.mark.slow
