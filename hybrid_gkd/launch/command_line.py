@@ -6,7 +6,6 @@ import argparse
 import errno
 import logging
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -96,8 +95,7 @@ def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
             print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
             return 1
     if stopping.exit_code is not None:
-        name = signal.Signals(stopping.exit_code - 128).name
-        print(f"ended by {name}; all processes of this run are stopped", file=sys.stderr)
+        print(f"ended by {stopping.signal_name}; all processes of this run are stopped", file=sys.stderr)
     return stopping.exit_code or code
 
 

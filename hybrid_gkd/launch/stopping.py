@@ -44,6 +44,12 @@ class Stopping:
         """Return whether the run should end after the current step."""
         return self.exit_code is not None
 
+    @property
+    def signal_name(self) -> str:
+        """Return the name of the first signal."""
+        assert self.exit_code is not None
+        return signal.Signals(self.exit_code - 128).name
+
     @contextlib.contextmanager
     def deferred_to_step_end(self, grace_period: float) -> Iterator[None]:
         """Treat the first signal in the block as a request (`requested`); end the run after `grace_period` seconds."""
@@ -58,15 +64,21 @@ class Stopping:
     def cancel_request(self) -> None:
         """Drop a request that arrived during the last step, since the run is complete."""
         if self.exit_code is not None:
-            logger.warning("%s during the last step: the run is complete", signal.Signals(self.exit_code - 128).name)
+            logger.warning("%s during the last step: the run is complete", self.signal_name)
         self.exit_code = None
 
     @contextlib.contextmanager
     def uninterrupted_shutdown(self) -> Iterator[None]:
-        """Begin the shutdown at the end of the block, normal or not; no signal interrupts it."""
+        """Begin the shutdown at the end of the block, normal or not; no signal interrupts it.
+
+        The message of an exception of a signal names it, for run.log and starts.jsonl.
+        """
         self._shutdown_since = None  # an earlier run of this process has been shut down
         try:
             yield
+        except (KeyboardInterrupt, SystemExit) as ended:  # Ray replaces one that is raised while it waits
+            ended.args = (f"ended by {self.signal_name}",) if self.requested() else ended.args
+            raise
         finally:
             self._shutdown_since = self._shutdown_since or time.monotonic()
 

@@ -91,7 +91,7 @@ def test_during_training_the_first_signal_is_a_request_and_the_second_ends_the_r
             assert stopping.requested()
             signal.raise_signal(number)
 
-    with pytest.raises(ENDS[number]):
+    with pytest.raises(ENDS[number], match=f"ended by {number.name}"):
         train()
     assert stopping.exit_code == 128 + number
     wait_for_threads()
