@@ -165,7 +165,7 @@ class Sample:
     loss_mask: np.ndarray
     """bool [T], True on the R trained tokens; never on the first token, which nothing predicts."""
     versions: np.ndarray
-    """int32 [R], weight version (number of optimizer steps) that generated each trained token; -1: given."""
+    """int32 [R], weight version (number of training steps) that generated each trained token; -1: given."""
     status: str
     """One of STATUSES."""
     logprobs: np.ndarray | None = None

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from hybrid_gkd.config import Config, ScheduleConfig
+from hybrid_gkd.config import Config
 from hybrid_gkd.data.tables import short
 from hybrid_gkd.errors import DataError
 from hybrid_gkd.launch.checks import Facts
@@ -110,13 +110,12 @@ def warn_about_steps(config: Config, steps: int) -> None:
         )  # fmt: skip
     if 0 < steps < max(limits, default=0):
         logger.warning("data.max_response_length_schedule: the run has only %d steps; got %s", steps, limits)
-    actor, critic, updates = config.actor_rollout_ref.actor, config.resolved_critic, optimizer_steps(config, steps)
-    schedules: list[tuple[str, ScheduleConfig, int]] = [
+    actor, updates = config.actor_rollout_ref.actor, optimizer_steps(config, steps)
+    for key, optim, num_updates in (
         ("actor_rollout_ref.actor.optim_sft", actor.optim_sft, min(config.sft_updates, updates["actor"])),
         ("actor_rollout_ref.actor.optim", actor.optim, updates["actor"] - config.sft_updates),
-        ("critic.optim", critic.optim, updates["critic"] if config.uses_critic else 0),
-    ]
-    for key, optim, num_updates in schedules:
+        ("critic.optim", config.critic.optim, updates["critic"] if config.uses_critic else 0),
+    ):
         if 0 < num_updates < optim.lr_warmup_steps:
             logger.warning(
                 "%s.lr_warmup_steps=%d: the learning rate does not reach %s.lr=%g in the %d optimizer steps of the run "

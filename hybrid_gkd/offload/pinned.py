@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
+from hybrid_gkd.compat.torch import local_shard
 from hybrid_gkd.offload.residency import MemoryOwner
 
 ALIGNMENT = 512
@@ -131,8 +131,7 @@ class OffloadedTensors(MemoryOwner):
         """Return each storage once, without small ones."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
+            storage = local_shard(tensor).untyped_storage()
             if storage.nbytes() > SMALL:
                 found[storage.data_ptr()] = storage
         return list(found.values())

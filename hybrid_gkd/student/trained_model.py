@@ -157,11 +157,8 @@ class TrainedModel(ShardedModel):
                 loss_sum, parts = self._loss(micro_batch)
                 # FSDP2 averages gradients over ranks; the loss is a sum over them.
                 (loss_sum * (self.world_size / batch.num_tokens)).backward()
-            self._add(sums, parts | {self.loss_name: loss_sum.detach()})
-
-    def _add(self, sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
-        for name, value in parts.items():
-            sums[name] = sums[name] + value if name in sums else value
+            for name, value in (parts | {self.loss_name: loss_sum.detach()}).items():
+                sums[name] = sums[name] + value if name in sums else value
 
     def _seed(self) -> None:
         """Seed architectures that draw random numbers (PhiMoE's router), reproducibly after a resume."""
