@@ -28,17 +28,15 @@ LEARNING = (
     "data.excluded_spans_key", "data.teacher_prompt_key", "data.max_teacher_prompt_length",
     "data.max_prompt_length", "data.max_response_length", "data.max_response_length_schedule",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
-    f"{ARR}.model.path", f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
-    f"{ARR}.actor.optim_sft",
     *(f"{ARR}.model.{key}" for key in (
-        "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path",
+        "path", "tokenizer_path", "override_config", "lora_rank", "lora_alpha", "target_modules", "exclude_modules",
+        "lora_adapter_path",
     )),
-    f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip", f"{ARR}.actor.clip_ratio",
     *(f"{ARR}.actor.{key}" for key in (
-        "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss", "loss_agg_mode", "loss_scale_factor",
-        "entropy_coeff", "use_kl_loss",
+        "optim", "optim_sft", "ppo_mini_batch_size", "ppo_epochs", "grad_clip", "clip_ratio", "clip_ratio_low",
+        "clip_ratio_high", "clip_ratio_c", "policy_loss", "loss_agg_mode", "loss_scale_factor", "entropy_coeff",
+        "use_kl_loss", "fsdp_config.model_dtype",
     )),
-    f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.rollout.end_repetitions",
     f"{ARR}.teacher.source",
     "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
@@ -46,11 +44,7 @@ LEARNING = (
 """Keys and sections that determine what is learned; changes on resume must be allowed explicitly."""
 LIMITS = ("algorithm.filter_groups.max_num_gen_batches", "distillation.teacher_sharing")
 """Keys within `LEARNING` that may change on resume: limits that only decide when a run fails, and placement."""
-REFERENCE = tuple(
-    f"{ARR}.{key}" for key in (
-        "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk",
-    )
-)
+REFERENCE = tuple(f"{ARR}.{key}" for key in ("actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk"))
 """Further keys with a reference policy."""
 CRITIC = (
     "critic.model", "critic.optim", "critic.ppo_mini_batch_size", "critic.ppo_epochs", "critic.grad_clip",
