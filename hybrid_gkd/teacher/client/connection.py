@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import zmq
 
 from hybrid_gkd.errors import TeacherMismatch, TeacherUnreachable
-from hybrid_gkd.runtime.waiting import Timeout, clock_time
+from hybrid_gkd.runtime.waiting import Timeout, clock_time, waiting
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
@@ -135,8 +135,11 @@ def query_status(
     address: str, timeout: float = 2.0, keys: Keys | None = None, timeout_key: str = ""
 ) -> protocol.Status:
     """Query the state of one server. Raises TeacherUnreachable after `timeout` seconds, or earlier on wrong keys."""
-    deadline, asked = time.monotonic() + timeout, False
-    with zmq.Context() as context, contextlib.closing(Connection(context, address, keys)) as connection:
+    deadline, asked, limit = time.monotonic() + timeout, False, Timeout(timeout, timeout_key)
+    with (
+        zmq.Context() as context, contextlib.closing(Connection(context, address, keys)) as connection,
+        waiting(f"the teacher at {address}", limit, lambda: connection_error(address)),
+    ):  # fmt: skip
         while time.monotonic() < deadline and not connection.problem:
             connection.read_events()
             asked = asked or connection.send(protocol.StatusRequest())
@@ -147,5 +150,5 @@ def query_status(
     reason = connection.problem
     if not reason:
         found = connection_error(address) or "connected, but no answer"
-        reason = f"no teacher server answered the status request within {Timeout(timeout, timeout_key)}: {found}"
+        reason = f"no teacher server answered the status request within {limit}: {found}"
     raise TeacherUnreachable(f"{address}: {reason}")

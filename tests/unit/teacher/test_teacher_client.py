@@ -22,6 +22,7 @@ from hybrid_gkd.errors import (
 )
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client import requests
+from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.network import EXPECTS_KEYS
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
@@ -446,6 +447,16 @@ def test_a_wait_for_the_handshake_is_said(monkeypatch, caplog):
         r"waiting for the teacher: its handshake: 127\.0\.0\.1:1: connection refused since \S+; since \S+, for 0 s "
         r"now, until \S+ \(actor_rollout_ref\.teacher\.connect_timeout=0\.3\)", caplog.messages[0],
     )
+
+
+@pytest.mark.slow
+def test_a_wait_for_the_status_is_said(monkeypatch, caplog):
+    monkeypatch.setattr("hybrid_gkd.runtime.waiting.FIRST_SECONDS", 0.01)
+    caplog.set_level("INFO", "hybrid_gkd.runtime.waiting")
+    with pytest.raises(TeacherUnreachable):
+        query_status("127.0.0.1:1", 0.3, timeout_key="key")
+    waits = r"waiting for the teacher at 127\.0\.0\.1:1: connection refused; since .* \(key=0\.3\)"
+    assert re.fullmatch(waits, caplog.messages[0])
 
 
 @pytest.mark.slow
