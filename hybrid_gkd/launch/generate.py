@@ -42,7 +42,7 @@ from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.engine import generate_samples as samples_of
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer
-from hybrid_gkd.teacher.engines.options import EngineOptions, positive, within
+from hybrid_gkd.teacher.engines.options import EngineOptions, json_object, positive, within
 from hybrid_gkd.types import GenerationRequest, Pair, Sample, SampleId, SamplingParams, Task
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("-n", "--n", type=positive, default=1, help="completions of each prompt")
     add("--prompt-key", default="prompt", help="column with the prompt, as data.prompt_key")
     add("--response-key", default="response", help="column for the completion")
-    add("--apply-chat-template-kwargs", type=_object, default={}, metavar="JSON",
+    add("--apply-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
         help='for the chat template, such as {"enable_thinking": false}')
     add("--filter-overlong-prompts", action="store_true",
         help="skip rows whose prompt leaves no room for --max-tokens, instead of failing")
@@ -126,13 +126,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if taken := OWN_ARGUMENTS & EngineOptions.parsed(options).arguments_of("vllm").keys():
         parser.error(f"--engine-kwargs vllm {', '.join(sorted(taken))}: has an option of its own, or a fixed value")
     return options
-
-
-def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
-    return found
 
 
 @dataclass(frozen=True)

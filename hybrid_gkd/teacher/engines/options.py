@@ -30,10 +30,20 @@ def within(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object ({error}), got {text}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return found
+
+
 def engine_arguments(text: str) -> str:
     """Check that the text is a JSON object of objects; return it unchanged."""
-    given = json.loads(text)
-    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+    if not all(isinstance(each, dict) for each in json_object(text).values()):
         raise argparse.ArgumentTypeError(f'must be {{"vllm": {{...}}}} or {{"hf": {{...}}}}, got {text}')
     return text
 

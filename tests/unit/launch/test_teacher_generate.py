@@ -136,6 +136,8 @@ def parsed(tmp_path, model):
         (["--temperature=0", "--top-p=0.9"], "--top-p and --top-k need a --temperature above 0"),
         (["--apply-chat-template-kwargs=[]"], "must be a JSON object, got []"),
         (['--engine-kwargs={"vllm": {"seed": 1}}'], "--engine-kwargs vllm seed: has an option of its own"),
+        (["--engine-kwargs={vllm"], "--engine-kwargs: must be a JSON object (Expecting property name"),
+        (["--apply-chat-template-kwargs=[]"], "--apply-chat-template-kwargs: must be a JSON object, got []"),
         (['--engine-kwargs={"vlllm": {}}'], "--engine-kwargs: the only engine is vllm, got arguments of vlllm"),
         (["--turns=x"], "unrecognized arguments: --turns=x"),
     ],
