@@ -42,6 +42,8 @@ OVERRIDE = re.compile(r"\+*[a-z_]+(\.[\w-]+)+=.*", re.DOTALL)
 READ_HERE = ("server_port", "start_timeout", "max_model_len")
 SERVICE = re.compile(rf"\+*{re.escape(UNNAMED)}\.({'|'.join(name for name in OF_SERVICE if name not in READ_HERE)})\b")
 """Overrides for the service that a run starts, which this command does not read."""
+STORE = re.compile(rf"\+*{re.escape(UNNAMED)}\.cache(_gigabytes)?=")
+"""Overrides for the store of a run."""
 READINGS_WAITING = 512
 """Maximum number of readings that are queued or in flight."""
 
@@ -94,6 +96,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"{', '.join(given)}: for the service that --ckpt-path starts, not with --addr")
     if ignored := [override for override in options.overrides if SERVICE.match(override)]:
         parser.error(f"{', '.join(ignored)}: the service has options of this command instead, see --help")
+    if ignored := [override for override in options.overrides if STORE.match(override)]:
+        parser.error(f"{', '.join(ignored)}: the store is that of --out, without a limit of its size")
     return options
 
 
@@ -111,7 +115,7 @@ def make_config(options: argparse.Namespace) -> Config:
         "data.response_key": response_key, "trainer.logger": [], "distillation.enabled": True,
         # Null replaces the recipe's: the teacher is that of the command line.
         f"{teacher}.source": "model", f"{teacher}.model.path": options.ckpt_path, f"{teacher}.server_ip": options.addr,
-        f"{teacher}.keys": options.keys, f"{teacher}.backend": options.backend,
+        f"{teacher}.keys": options.keys, f"{teacher}.backend": options.backend, f"{teacher}.cache": None,
     }  # fmt: skip
     known = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
     config = load_config([*known, *options.overrides], config_name=options.config_name)

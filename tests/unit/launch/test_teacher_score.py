@@ -15,6 +15,10 @@ SERVICE, OWN = ["--addr=far:15555", "--student=small"], ["--ckpt-path=large"]
         [*OWN, "actor_rollout_ref.teacher.dtype=float32", "actor_rollout_ref.teacher.engine_kwargs.vllm.seed=1"],
         "actor_rollout_ref.teacher.dtype=float32, actor_rollout_ref.teacher.engine_kwargs.vllm.seed=1: the service has",
     ),
+    (
+        [*OWN, "actor_rollout_ref.teacher.cache=elsewhere", "+actor_rollout_ref.teacher.cache_gigabytes=1"],
+        "cache=elsewhere, +actor_rollout_ref.teacher.cache_gigabytes=1: the store is that of --out, without a limit",
+    ),
 ])  # fmt: skip
 def test_what_has_no_effect_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit):
@@ -32,7 +36,7 @@ def test_what_has_an_effect_is_accepted(arguments):
 
 @pytest.mark.parametrize("recipe", [
     "distillation: {enabled: false}",
-    "actor_rollout_ref: {teacher: {server_ip: far, keys: secret}}",
+    "actor_rollout_ref: {teacher: {server_ip: far, keys: secret, cache: other_scores}}",
     "actor_rollout_ref: {teacher: {source: ema}}\ndata: {teacher_prompt_key: hint}",
 ])  # fmt: skip
 def test_the_teacher_is_that_of_the_command_line_with_any_recipe(tmp_path, recipe):
