@@ -19,15 +19,18 @@ class GpuTurns:
 
     A worker keeps its GPUs until its own requests are done and another worker waits. Each GPU has a lock file in the
     folder; the kernel releases the lock when the process ends. Every worker locks the files in the same order, which
-    rules out a deadlock.
+    rules out a deadlock. Raises TeacherError: the folder cannot be written to.
     """
 
     def __init__(self, folder: str):
         self._gpus = sorted(os.environ.get("CUDA_VISIBLE_DEVICES", "cpu").split(","))
-        self._turns, self._waiting = (
-            [os.open(Path(folder) / f"{gpu}.{what}", os.O_CREAT | os.O_RDWR, 0o600) for gpu in self._gpus]
-            for what in ("turn", "waiting")
-        )
+        try:
+            self._turns, self._waiting = (
+                [os.open(Path(folder) / f"{gpu}.{what}", os.O_CREAT | os.O_RDWR, 0o600) for gpu in self._gpus]
+                for what in ("turn", "waiting")
+            )
+        except OSError as error:
+            raise TeacherError(f"--turns {folder}: cannot create its locks: {error.strerror}") from error
         self.has_turn = False
 
     def take(self) -> None:
