@@ -27,6 +27,7 @@ import msgspec
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError, describe_error
 from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
+from hybrid_gkd.runtime.signals import handle_signals
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive, within
 from hybrid_gkd.teacher.keys import load_keys, make_keys
@@ -82,7 +83,7 @@ class Service:
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "join", "--die-with-parent", str(os.getpid()),
             f"--proxy-addr={'127.0.0.1' if host == '0.0.0.0' else host}:{self.broker.worker_port}",
-            *EngineOptions.parsed(arguments).command_line(),
+            f"--ckpt-path={arguments.ckpt_path}", *EngineOptions.parsed(arguments).command_line(),
         ]
         command += [f"--keys={keys_folder}"] if keys_folder else []
         command += ["--debug"] if arguments.debug else []
@@ -90,10 +91,16 @@ class Service:
         self._announced = False
         self._drain_until: float | None = None
 
-    def on_signal(self, *_: object) -> None:
+    def on_signal(self, number: int, _: object) -> None:
         """Drain on the first signal; stop on the second."""
-        timeout = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
-        self._drain_until = time.monotonic() + timeout
+        if self._drain_until is not None:
+            self._drain_until = time.monotonic()
+            return
+        self._drain_until = time.monotonic() + self._arguments.drain_timeout
+        log.info(
+            "%s: finishing %d requests, for at most %g s (--drain-timeout); a second signal stops at once",
+            signal.Signals(number).name, self.broker.num_held, self._arguments.drain_timeout,
+        )
 
     def keep_running(self) -> bool:
         """Return whether to continue; called several times per second. Raises TeacherError: no worker can start."""
@@ -126,11 +133,15 @@ class Service:
 def serve(arguments: argparse.Namespace) -> int:
     if arguments.keys and arguments.insecure:
         raise TeacherError("--keys, --insecure: expected one of them, got both")
-    if arguments.ready_file and not os.access(Path(arguments.ready_file).absolute().parent, os.W_OK):
-        raise TeacherError(f"--ready-file {arguments.ready_file}: its folder does not exist or cannot be written to")
+    if ready_file := arguments.ready_file:
+        if not os.access(Path(ready_file).absolute().parent, os.W_OK):
+            raise TeacherError(f"--ready-file {ready_file}: its folder does not exist or cannot be written to")
+        try:
+            Path(ready_file).unlink(missing_ok=True)  # of an earlier service
+        except OSError as error:
+            raise TeacherError(f"--ready-file {ready_file}: cannot be replaced: {error.strerror}") from error
     service = Service(arguments, None if arguments.insecure else Path(arguments.keys or default_keys()))
-    signal.signal(signal.SIGTERM, service.on_signal)
-    signal.signal(signal.SIGINT, service.on_signal)
+    handle_signals(service.on_signal)
     try:
         service.broker.run(service.keep_running)
     except WorkerFailed as error:

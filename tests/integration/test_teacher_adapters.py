@@ -98,7 +98,7 @@ def test_a_service_by_hand_serves_each_adapter_by_its_name(folder, tmp_path):
     )
     tokenizer, readings = load_tokenizer(str(folder / "base")), make_readings(7)
     needs = {"tokenizer_hash": tokenizer_hash(tokenizer), "tokenizer_size": num_token_ids(tokenizer)}
-    service = TeacherProcess(options.ckpt_path, log_path=tmp_path / "log", options=options.command_line()[1:])
+    service = TeacherProcess(options.ckpt_path, log_path=tmp_path / "log", options=options.command_line())
     with service as teacher:
         teacher.wait_ready()
 

@@ -27,6 +27,7 @@ from hybrid_gkd.launch.teacher import make_teacher_process
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teachers, trained_models
+from hybrid_gkd.runtime.signals import SIGNALS
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
@@ -266,7 +267,8 @@ def test_several_workers_share_the_work(model_path, tmp_path, reference):
             assert re.search(line, shown), shown
 
 
-def test_sigterm_drains(model_path, tmp_path, reference):
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_drains(model_path, tmp_path, reference, number):
     """Accepted requests are answered, later ones are rejected, and the service ends by itself."""
     options = {"log_path": tmp_path / "log", "options": [*HF, "--drain-timeout", str(TIMEOUT)]}
     batch, late = make_readings(8), []
@@ -281,13 +283,14 @@ def test_sigterm_drains(model_path, tmp_path, reference):
             stop_process(worker)
             futures = client.submit(batch)
             wait_until(lambda: status_of(teacher).num_in_flight == 2, "for requests in flight")
-            os.kill(teacher.pid, signal.SIGTERM)
+            os.kill(teacher.pid, number)
             wait_until(refused, "for a refusal")
             os.kill(worker, signal.SIGCONT)
             expect_scores(futures, batch, reference)
             wait_until(lambda: teacher.poll() is not None, "for the service to end")
         assert teacher.poll() == 0
         wait_until(lambda: not is_alive(worker), "for its worker to end")
+    assert f"{number.name}: finishing 2 requests, for at most" in (tmp_path / "log").read_text(encoding="utf-8")
     with pytest.raises(TeacherError, match=rf"{teacher.address}: request .* waited .*: the teacher client was closed"):
         late[-1].result(TIMEOUT)
 
@@ -390,6 +393,8 @@ def test_the_service_ends_with_its_parent_and_their_keys_are_deleted(model_path,
             ["--ckpt-path", "{model}", "--backend", "vllm", "--tp-size", "3"],
             "--tp-size 3: must divide the model's 2 attention heads", marks=needs_vllm,
         ),
+        (["--ckpt-path", "{model}", "--turns", "/no/folder"], "--turns /no/folder: cannot create its locks: No such"),
+        (["--ckpt-path", "{model}", "--ready-file", "{model}"], "--ready-file {model}: cannot be replaced: Is a"),
         (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: must be auto or float32 on the CPU"),
     ],
 )
@@ -403,6 +408,15 @@ def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher
     assert len(errors) == 1
     assert re.search(text.format(**values), errors[0])
     assert "Traceback" not in ended.stderr
+
+
+def test_a_service_that_is_not_ready_has_no_ready_file(tmp_path):
+    """A file of an earlier service would pass for its own."""
+    (ready := tmp_path / "ready.json").write_text("{}", encoding="utf-8")
+    command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--port=0", "--worker-port=0", "--insecure"]
+    command += [*HF, "--ckpt-path=/no/such/folder", f"--ready-file={ready}"]
+    assert subprocess.run(command, capture_output=True, timeout=TIMEOUT, env=child_environment()).returncode == 1
+    assert not ready.exists()
 
 
 def test_the_launcher_reports_the_reason_at_once(tmp_path):

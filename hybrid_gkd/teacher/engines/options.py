@@ -105,8 +105,8 @@ class EngineOptions:
         return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
 
     def command_line(self) -> list[str]:
-        """Return command-line arguments that `parsed` reads as these options."""
-        values = {"--" + each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
+        """Return command-line arguments that `parsed` reads as these options, without --ckpt-path."""
+        values = {"--" + each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)[1:]}
         adapters = [f"{name}={folder}" for name, folder in values.pop("--adapters")]
         found = [name if value is True else f"{name}={value}" for name, value in values.items() if value]
         return [*found, *(["--adapters", *adapters] if adapters else [])]
