@@ -27,7 +27,8 @@ from hybrid_gkd.compat.verl.readings import OF_VERL
 from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
-from hybrid_gkd.config.spelling import SpellingReader, is_single
+from hybrid_gkd.config.spelling import SpellingReader, is_single, own_keys
+from hybrid_gkd.config.suggestions import suggestion
 from hybrid_gkd.config.teachers import NAMED, use_only_teacher
 from hybrid_gkd.config.texts import is_text, keep_typed, typed
 from hybrid_gkd.errors import ConfigError, raise_all
@@ -127,8 +128,10 @@ def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigErro
         lambda tree, name: tree.get(name) if isinstance(tree, dict) else None, key.split("."),
         OmegaConf.to_container(merged),
     )  # fmt: skip
-    rule = f"{_reason(error)}: ${{...}} refers to another key; for a shell variable remove the single quotes"
-    return ConfigError(key, rule, given)
+    reason, hint = _reason(error), "${...} refers to another key; for a shell variable remove the single quotes"
+    if "Environment variable" in reason:
+        hint = "set it, or give a default as in ${oc.env:NAME,default}"
+    return ConfigError(key, f"{reason}: {hint}", given)
 
 
 def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:
@@ -267,10 +270,12 @@ def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str 
     except ConfigKeyError as error:
         unknown = _full_key(error)
         close = re.search(r"Did you mean: '(\w+)'", str(error))
-        hint = f" (did you mean {'.'.join([*unknown.split('.')[:-1], close[1]])}?)" if close else ""
-        problem = ConfigError(unknown, f"there is no such key{hint}", show_value=False)
+        hint = suggestion(own, ".".join([*unknown.split(".")[:-1], close[1]]) if close else None)
+        problem = ConfigError(own if hint else unknown, f"there is no such key{hint}", show_value=False)
     except OmegaConfBaseException as error:
         problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
+        if any(each.startswith(f"{own}.") for each in own_keys()):
+            problem = ConfigError(own, "is a section: set keys below it", value)
     except TypeError as error:  # for example an element of a list
         problem = ConfigError(key, str(error), show_value=False)
     if len(leaves) > 1:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from hybrid_gkd.config import NAMED, UNNAMED, Config
 from hybrid_gkd.config.flat import differences, flat
 from hybrid_gkd.config.loading import CONFIG_DIR, examine_config
+from hybrid_gkd.config.suggestions import suggestion
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -50,10 +51,20 @@ def parse(
     return parser.parse_intermixed_args(arguments)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests keys for unknown options, as other trainers have --learning_rate."""
+
+    def error(self, message: str) -> NoReturn:
+        for name in re.findall(r" --([\w.-]+)", message.partition("unrecognized arguments:")[2]):
+            if hint := suggestion(name):
+                message += f"\n  --{name}: keys are given as dotted.key=value{hint}"
+        super().error(message)
+
+
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the arguments of every command that takes a run's configuration."""
     epilog = "Every key is documented in hybrid_gkd/config/."
-    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
     parser.add_argument(
         "--config-path", "-cp", default=CONFIG_DIR, type=_folder, help="folder of YAML files (%(default)s)"

@@ -38,7 +38,16 @@ def wait_for_threads():
 def test_the_doctor_has_no_switch_of_a_run(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--dry-run"])
-    assert "unrecognized arguments: --dry-run" in capsys.readouterr().err
+    assert "unrecognized arguments: --dry-run\n" in capsys.readouterr().err
+
+
+def test_options_of_other_trainers_are_refused_with_the_key(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--model_name_or_path=a/b", "--learning-rate", "1e-5", "--seeds"])
+    keys = ("model_name_or_path", "model.path"), ("learning-rate", "actor.optim.lr")
+    form = "keys are given as dotted.key=value"
+    hints = "".join(f"\n  --{name}: {form} (did you mean actor_rollout_ref.{key}?)" for name, key in keys)
+    assert capsys.readouterr().err.endswith(f"--model_name_or_path=a/b --learning-rate --seeds{hints}\n")
 
 
 @pytest.mark.parametrize("number", SIGNALS)
