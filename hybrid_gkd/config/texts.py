@@ -61,6 +61,10 @@ def keep_typed(tree: Any, text: str, key: str = "") -> Any:
 
 def _merged(tree: Any, texts: Any, key: str) -> Any:
     if isinstance(tree, dict) and isinstance(texts, dict):
-        pairs = zip(tree.items(), texts.values(), strict=True)  # a name may be no text in `tree`
-        return {name: _merged(value, each, f"{key}.{name}".lstrip(".")) for (name, value), each in pairs}
+        # By name, as merge keys (<<) can change the order; a name that is no text in `tree` by its place among these.
+        rest = (each for name, each in texts.items() if name not in tree)
+        return {
+            name: _merged(value, texts[name] if name in texts else next(rest, value), f"{key}.{name}".lstrip("."))
+            for name, value in tree.items()
+        }
     return texts if is_text(key) else tree

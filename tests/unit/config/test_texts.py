@@ -44,6 +44,18 @@ def test_yaml_files_keep_texts_too(tmp_path):
     assert config.actor_rollout_ref.teacher.server_ip == "10.10"
 
 
+def test_merge_keys_of_yaml_files_leave_each_text_at_its_key(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "data: {prompt_key: 1_0, <<: [{train_files: 08}, {reward_fn_key: 3.0}]}\n"
+        "trainer: {<<: {project_name: 1.0, experiment_name: 2.50, default_local_dir: d}, project_name: 09}\n",
+        encoding="utf-8",
+    )
+    config = load_config(OWN[:2], config_name="mine", config_path=tmp_path)
+    data, trainer = config.data, config.trainer
+    assert (data.train_files, data.prompt_key, data.reward_fn_key) == (["08"], "1_0", "3.0")
+    assert (trainer.project_name, trainer.experiment_name, trainer.default_local_dir) == ("09", "2.50", "d")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
