@@ -203,7 +203,8 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
         check_rows("teacher", path, rows, facts, of_teacher=teacher.key)
     check_teacher_weights(path, config)
     trusts = config.actor_rollout_ref.model.trust_remote_code
-    facts.teacher_tokenizers[label] = load_tokenizer(path, trust_remote_code=trusts)
+    with prefix_errors(TEACHER_PATH):
+        facts.teacher_tokenizers[label] = load_tokenizer(path, trust_remote_code=trusts)
     if (adapter := section.model.lora_adapter_path) is not None:
         with prefix_errors("actor_rollout_ref.teacher.model.lora_adapter_path"):
             check_adapter(path, adapter, resolve_backend(section.backend), trust_remote_code=trusts)

@@ -167,8 +167,13 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
 
     if trust_remote_code or not os.path.isdir(path):  # a folder may refer to code on the hub
         check_hub()
-    with model_code(path, trust_remote_code):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        with model_code(path, trust_remote_code):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ModelError):
+        raise
+    except Exception as error:  # the types of transformers' validation, such as of num_hidden_layers and layer_types
+        raise ValueError(describe_error(error)) from error
     key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
         in_rope = name in ROPE_FIELDS and getattr(config, "rope_parameters", None) is not None

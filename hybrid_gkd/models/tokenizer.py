@@ -29,9 +29,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         check_hub()
     with model_code(path, trust_remote_code):
         try:
-            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever a tokenizer file or a folder's own code raises
             raise ModelError(f"{path}: the tokenizer cannot be loaded: {describe_error(error)}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes without its files
+        raise ModelError(f"{path}: there is no tokenizer (tokenizer.json), or it has special tokens only")
+    return tokenizer
 
 
 def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

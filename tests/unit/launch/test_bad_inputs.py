@@ -170,6 +170,23 @@ def test_a_shard_that_is_cut_is_named(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("who", "key"), zip(("student", "teacher"), PATHS, strict=True))
+def test_a_folder_without_a_tokenizer_is_refused(folder, who, key):
+    for file in (folder / who).glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(HybridGKDError, match=rf"{re.escape(key)}: .*/{who}: there is no tokenizer"):
+        check(folder)
+
+
+@pytest.mark.slow
+def test_a_configuration_with_another_number_of_layers_is_refused(folder):
+    file = folder / "student/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "layer_types": ["full_attention"] * 9}))
+    with pytest.raises(ModelError, match=r"student: config\.json cannot be used: .*num_hidden_layers"):
+        check(folder)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("eos", [99999, [256, 99999], -1])
 def test_an_end_that_is_no_token_is_refused(folder, eos):
     (folder / "student" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
