@@ -307,7 +307,7 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, OmegaConfBaseException):
         return " ".join(str(error).split())
     reason = str(error.msg or error).splitlines()[0]
-    if "is not a ListConfig" in reason:
+    if "is not a ListConfig" in reason or "is not a TupleConfig" in reason:
         return "must be a list: comma-separated items in brackets"
     return reason
 

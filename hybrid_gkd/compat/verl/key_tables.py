@@ -55,9 +55,7 @@ VALUES: dict[str, Read] = {
         f"{', '.join(OTHER_TRACKERS)} are left out (a tracker of your own: module:name)"
     ),
     "trainer.profile_steps": spelled("trainer.profile_steps", {None: DEFAULT}),
-    "trainer.resume_from_path": Read(
-        ("trainer.resume_from_path",), readings.resume_from, "Null unless trainer.resume_mode=resume_path"
-    ),
+    "trainer.resume_from_path": spelled("trainer.resume_from_path", {"False": None, "false": None}),
 }
 """Keys of both programs with values that are spelled differently."""
 

@@ -43,7 +43,7 @@ def spelled(key: str, values: Mapping[Any, Any] | None = None) -> Read:
         new = next((new for old, new in values.items() if old == value and type(old) is type(value)), value)
         return {} if new is DEFAULT else {key: new}
 
-    how = ", ".join(f"{'null' if old is None else old} is {new}" for old, new in values.items())
+    how = ", ".join(f"{old} is {new}" for old, new in values.items()).replace("None", "null")
     return Read((key,), reading, how)
 
 
@@ -111,10 +111,6 @@ OTHER_TRACKERS = ("clearml", "mlflow", "swanlab", "vemlp_wandb")
 
 def run_name(value: Any, _: Look) -> dict[str, Any]:
     return {"trainer.experiment_name": value.replace("/", "_") if isinstance(value, str) else value}
-
-
-def resume_from(value: Any, look: Look) -> dict[str, Any]:
-    return {"trainer.resume_from_path": value if look("trainer.resume_mode") == "resume_path" else None}
 
 
 def saved(value: Any, _: Look) -> dict[str, Any]:

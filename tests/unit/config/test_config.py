@@ -95,6 +95,8 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("trainer.logger=[mlflow]", ["trainer.logger", "wandb", "tensorboard"]),
         ("trainer.experiment_name=..", ["trainer.experiment_name", "'..'"]),
         ("trainer.resume_mode=resume_path", ["trainer.resume_from_path", "resume_path"]),
+        ("trainer.resume_from_path=/a", ["trainer.resume_from_path", "trainer.resume_mode=resume_path", "got '/a'"]),
+        ("actor_rollout_ref.actor.optim.betas=0.9,0.95", ["actor.optim.betas: must be a list: comma-separated"]),
         ("actor_rollout_ref.rollout.top_p=1.5", ["actor_rollout_ref.rollout.top_p", "above 0 and at most 1", "1.5"]),
         ("actor_rollout_ref.rollout.val_kwargs.top_p=0", ["val_kwargs.top_p", "above 0 and at most 1", "0"]),
         ("actor_rollout_ref.teacher.server_ip=a:99999", ["teacher.server_ip", "host:port", "99999"]),
