@@ -33,13 +33,9 @@ class DemoPaths:
     @staticmethod
     def under(root: Path) -> DemoPaths:
         return DemoPaths(
-            root=root,
-            teacher=root / "teacher",
-            student=root / "student",
-            train=root / "train.jsonl",
-            val=root / "val.jsonl",
-            manifest=root / "demo.json",
-        )
+            root=root, teacher=root / "teacher", student=root / "student", train=root / "train.jsonl",
+            val=root / "val.jsonl", manifest=root / "demo.json",
+        )  # fmt: skip
 
 
 def recipe_key(recipe: Any, seed: int) -> str:

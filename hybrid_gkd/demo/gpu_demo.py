@@ -48,18 +48,13 @@ TRAIN, VAL, PROBE, TOKENIZER, STREAM = range(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecipe:
+class ModelRecipe(models.Shape):
     """Size and training of one model."""
 
-    hidden_size: int
-    num_layers: int
     intermediate_size: int
-    init_seed: int
     training: SFTRecipe
     head_dim: int = 64
-    """Supported by vLLM's attention on GPUs and CPUs."""
     max_length: int = 2048
-    """Longest sequence in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +227,7 @@ def _make_model(
     probe = sft.encode_samples(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
     batches = _batches(recipe, shape, tokenizer, seed, device)
     began, where = time.monotonic(), torch.device(device)
-    model = models.make_model(shape, tokenizer, seed)
+    model = models.make_model(shape, tokenizer, seed, intermediate_size=shape.intermediate_size)
     if device == "cuda":
         model.bfloat16()  # the usual storage type, half the size
     with no_progress_bars():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from hybrid_gkd.demo.folders import Row
 
@@ -17,21 +17,17 @@ CHAT_TEMPLATE = (
 )
 
 
-class Shape(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
     """Size of a model, and the seed of its weights."""
 
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def init_seed(self) -> int: ...
+    hidden_size: int
+    num_layers: int
+    head_dim: int
+    """Size of a head: vLLM's attention supports 64, on CPUs also 32."""
+    max_length: int
+    """Longest sequence in tokens."""
+    init_seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,38 +60,25 @@ def make_bpe_tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> 
     from transformers import Qwen2Tokenizer
 
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=PAD,
-        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-        model_max_length=4096,
-        clean_up_tokenization_spaces=False,
-    )
+        vocab=vocab, merges=merges, eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=4096,
+        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def make_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
+def make_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int, *, intermediate_size: int) -> Qwen2ForCausalLM:
     """Return a model with random float32 weights determined by shape and seed; torch's random state is unchanged."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     num_heads = shape.hidden_size // shape.head_dim
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=shape.max_length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        vocab_size=len(tokenizer), hidden_size=shape.hidden_size, intermediate_size=intermediate_size,
+        num_hidden_layers=shape.num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads,
+        max_position_embeddings=shape.max_length, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 * seed + shape.init_seed)
         return Qwen2ForCausalLM(config).float()

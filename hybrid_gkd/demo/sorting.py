@@ -37,26 +37,16 @@ SOLUTION = "with_solution"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SortingModelRecipe:
+class SortingModelRecipe(models.Shape):
     """Size and supervised training of one model."""
 
-    hidden_size: int
-    num_layers: int
     max_steps: int
     """Maximum number of optimizer steps; the learning rate decreases linearly over them."""
     learning_rate: float
     stop_at_accuracy: float
     """Training ends when this fraction of a sample of the training prompts is solved."""
-    init_seed: int
-
     head_dim: int = 32
-    """Size of a head: vLLM's CPU attention supports 32 or 64."""
-    max_length: int = 4096
-    """Longest sequence in tokens: the task needs 16, other prompts may need more."""
-
-    @property
-    def intermediate_size(self) -> int:
-        return 4 * self.hidden_size
+    max_length: int = 4096  # the task needs 16, other prompts may need more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +186,7 @@ def _train(
     import torch
     import torch.nn.functional as F
 
-    model = models.make_model(recipe, tokenizer, seed)
+    model = models.make_model(recipe, tokenizer, seed, intermediate_size=4 * recipe.hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     rng = np.random.default_rng([seed, recipe.init_seed])
     ids, labels = encode_labels(rows, tokenizer)
