@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.compat.transformers import unneeded_keys
-from hybrid_gkd.errors import ModelError, describe_error
+from hybrid_gkd.errors import ConfigError, ModelError, describe_error
 from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
@@ -65,9 +65,9 @@ def build_model(
             model = auto_class(hf_config, classifier).from_config(
                 hf_config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{key}: cannot load {path!r}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:  # of a field that the architecture needs
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:  # whatever a model with missing fields or inconsistent sizes raises
         raise ModelError(f"{key}: cannot load {path!r}: {describe_error(error)}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights splits tied parameters

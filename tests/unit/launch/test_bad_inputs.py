@@ -184,6 +184,9 @@ def test_a_configuration_with_another_number_of_layers_is_refused(folder):
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "layer_types": ["full_attention"] * 9}))
     with pytest.raises(ModelError, match=r"student: config\.json cannot be used: .*num_hidden_layers"):
         check(folder)
+    rule = r"actor_rollout_ref\.model\.path: cannot load .*/teacher': IndexError"
+    with pytest.raises(ModelError, match=rule):
+        check(folder, f"{PATHS[0]}={folder}/teacher", "actor_rollout_ref.model.override_config={num_hidden_layers: 99}")
 
 
 @pytest.mark.slow
