@@ -165,7 +165,9 @@ def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[t
     file = _file(folder, name)
     if not file.is_file():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
-        raise ConfigError("--config-name", f"must name a YAML file in {folder} (available: {there})", name)
+        here = _file(Path(), name)
+        hint = f"; --config-path {here.parent} --config-name {here.stem} names {here}" if here.is_file() else ""
+        raise ConfigError("--config-name", f"must name a YAML file in {folder} (available: {there}){hint}", name)
     if name in above:
         raise ConfigError("--config-name", f"the defaults lists form a cycle: {' -> '.join([*above, name])}", name)
     try:

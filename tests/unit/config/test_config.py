@@ -406,6 +406,13 @@ def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
         load_config(OWN, config_name="nothere", config_path=tmp_path)
 
 
+def test_a_file_that_the_name_of_a_recipe_means_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").touch()
+    with pytest.raises(ConfigError, match=r"; --config-path \. --config-name own names own\.yaml; got 'own'$"):
+        load_config(OWN, config_name="own")
+
+
 def test_ray_addresses():
     for address in ("head:6379", "10.0.0.1:6379", "[fe80::1]:6379", "ray://head.example:10001", "auto"):
         assert load_config([*OWN, f"ray_init.address={address}"]).ray_init.address == address

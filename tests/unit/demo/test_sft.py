@@ -26,7 +26,7 @@ def tokenizer():
 
 @pytest.fixture
 def folder(tokenizer, tmp_path):
-    models.make_model(SHAPE, tokenizer, 0, intermediate_size=SHAPE.intermediate_size).save_pretrained(tmp_path / "model")
+    models.make_model(SHAPE, tokenizer, 0, intermediate_size=128).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -88,7 +88,7 @@ def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(toke
 
 @pytest.mark.slow
 def test_a_model_is_exported_in_the_type_that_it_was_stored_in(tokenizer, tmp_path):
-    models.make_model(SHAPE, tokenizer, 0, intermediate_size=SHAPE.intermediate_size).bfloat16().save_pretrained(tmp_path / "model")
+    models.make_model(SHAPE, tokenizer, 0, intermediate_size=128).bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     with single_process(CPU):
         sft = SFT(tmp_path / "model", TRAINING, device=CPU)

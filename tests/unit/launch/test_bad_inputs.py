@@ -181,7 +181,8 @@ def test_a_folder_without_a_tokenizer_is_refused(folder, who, key):
 @pytest.mark.slow
 def test_a_configuration_with_another_number_of_layers_is_refused(folder):
     file = folder / "student/config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "layer_types": ["full_attention"] * 9}))
+    changed = json.loads(file.read_text(encoding="utf-8")) | {"layer_types": ["full_attention"] * 9}
+    file.write_text(json.dumps(changed), encoding="utf-8")
     with pytest.raises(ModelError, match=r"student: config\.json cannot be used: .*num_hidden_layers"):
         check(folder)
     rule = r"actor_rollout_ref\.model\.path: cannot load .*/teacher': IndexError"
