@@ -27,6 +27,8 @@ CONTENTS = ("content", "reasoning_content", "tool_calls")
 """Fields of a message, of which a completion must have one that is not empty."""
 Render = Callable[..., str]
 """A conversation -> its text; `add_generation_prompt=True` appends the template's beginning of a completion."""
+MARK = "<<mark>>"
+"""Text in place of a field whose place in a rendered conversation is searched."""
 ANSWER, ASSISTANT, ALL = "answer", "assistant", "all"
 """Values of data.loss_mask: the assistant's turns of the given completion; all of the assistant's turns; all tokens."""
 
@@ -116,7 +118,7 @@ def tokenize_completion(
     Raises DataError: the template renders the prompt differently before a completion, or the tokenizer lacks required
     character offsets.
     """
-    content = answer.messages[0].get("content") or ""
+    content, whole = answer.messages[0].get("content") or "", [*prompt, *answer.messages]
     if render is None:
         if len(answer.messages) > 1:
             raise DataError(f"{where}: several messages need a chat template, which the tokenizer does not have; set "
@@ -129,18 +131,18 @@ def tokenize_completion(
     if len(answer.messages) > 1 and mask != ALL:
         trained = encoded.within(turns)
     if answer.excluded:
-        start = text.find(content)
-        if start < 0:
+        start, end = _range_of("content", whole, text, render)
+        if end - start < len(content):
             raise DataError(f"{where}: the chat template changes the text, so no spans of it can be excluded")
         trained &= ~encoded.within([(start + first, start + last) for first, last in answer.excluded])
     ids = encoded.ids
     if answer.is_cut:
-        last = answer.messages[-1].get("content") or ""
-        last = last if last in text else last.strip()
-        if not last or last not in text:
+        ends = (_range_of(name, whole, text, render)[1] for name in CONTENTS[:2])
+        end = next((each for each in ends if each), 0)
+        if not end:
             rule = f"the chat template changes the text, so a completion with {FINISH_REASON}={CUT} cannot lose its end"
             raise DataError(f"{where}: {rule}")
-        written = int(encoded.within([(0, text.rindex(last) + len(last))]).sum())
+        written = int(encoded.within([(0, end)]).sum())
         ids, trained = ids[:written], trained[:written]
     elif render is None and ids[-1:] != [tokenizer.eos_token_id]:
         ids, trained = [*ids, tokenizer.eos_token_id], np.append(trained, True)
@@ -166,6 +168,22 @@ def _missing(messages: Chat, text: str) -> list[str]:
         parts += [(name, message.get(name)) for name in CONTENTS if name != "tool_calls"]
         found |= {name for name, part in parts if "".join(str(part or "").split()) not in squeezed}
     return sorted(found)
+
+
+def _range_of(name: str, chat: Chat, text: str, render: Render | None) -> Span:
+    """Return the characters of a field of the last message in a text, possibly stripped; (0, 0) if it is not there.
+
+    The text may have the same words elsewhere, in the reasoning or a call of a tool, so the field is found by its place
+    in the chat rendered with a mark for it.
+    """
+    value, after = chat[-1].get(name) or "", ""
+    if render is not None:
+        after = render([*chat[:-1], chat[-1] | {name: MARK}]).partition(MARK)[2]
+    before = text.removesuffix(after)
+    for part in (value, value.strip()):
+        if part and before.endswith(part):
+            return len(before) - len(part), len(before)
+    return 0, 0
 
 
 def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:

@@ -154,6 +154,27 @@ def test_spans_are_left_out_token_by_token(tmp_path):
     assert make_byte_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
 
 
+REASONING = CHATML.replace(
+    "{{ m.content }}", "{{ m.reasoning_content }}>{{ m.content }}{% for c in m.tool_calls %}<{{ c.name }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "found"),
+    [
+        ({"content": "42"}, {"spans": [[0, 1]]}, "42? 42>|2<42<|end|>\n"), ({"content": "42"}, {}, "42? 42>42"),
+        ({"content": None}, {}, "42? 42"), ({"content": "", "tool_calls": []}, {}, "42? 42"),
+    ],
+)  # fmt: skip
+def test_a_text_is_found_where_reasoning_and_calls_repeat_it(tmp_path, fields, more, found):
+    """Spans are excluded from the text itself, and a completion that was cut ends with the last text that it has."""
+    message = {"role": "assistant", "reasoning_content": "42? 42", "tool_calls": [{"name": "42"}]} | fields
+    [task] = load(
+        tmp_path, [{"prompt": "p", "response": [message], **(more or {"finish_reason": "length"})}], template=REASONING
+    )
+    assert trained(task) == found
+
+
 @pytest.mark.parametrize("mask", ["answer", "assistant", "all"])
 def test_spans_are_left_out_with_every_mask(tmp_path, mask):
     [task] = load(tmp_path, [{"prompt": "p", "response": "abc", "spans": [[0, 2]]}], loss_mask=mask)
