@@ -204,9 +204,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/std": ("", "Standard deviation of the rewards"),
     "reward/<name>/mean": (
         "", "Mean of a reward component, without its weight: a function of several (reward.functions), an additional "
-        "number returned by a custom function (after custom/ if a component has its name), the penalty on long "
-        "completions (overlong), the score of a reward model besides functions (model), the fraction of texts "
-        "truncated for it (model_truncated)"
+        "number of a function, over the completions that have one (after the function's name if a component has its "
+        "name, and acc with custom and by_data_source), the penalty on long completions (overlong), the score of a "
+        "reward model besides functions (model), the fraction of texts truncated for it (model_truncated)"
     ),
     "reward/failures": (
         "fraction", "Completions with a default score because a reward function raised an error or timed out; for "

@@ -205,13 +205,14 @@ class RewardScorer:
     def metrics(self, pairs: list[Pair]) -> dict[str, float]:
         """Return metrics of scored completions.
 
-        `reward/<name>/mean` is the mean per reward component, if there are several, and per additional metric, whose
-        name follows that of its function if a component has the same; `reward/failures` is the fraction of failures,
-        if functions run in the pool.
+        `reward/<name>/mean` is the mean per reward component, if there are several, and per additional metric, over the
+        completions that have one. Its name follows that of its function if a component or another function's metric may
+        have the same. `reward/failures` is the fraction of failures, if functions run in the pool.
         """
         entries = [self._entry(pair) for pair in pairs]
         components = [*self._weights] if len(self._weights) > 1 else []
         taken = {*components, *(["overlong"] if self.section.overlong_buffer.enable else [])}
+        taken |= {"acc"} if {CUSTOM, "by_data_source"} <= taken else set()
         found: defaultdict[str, list[float]] = defaultdict(list)
         for entry in entries:
             for name in components:

@@ -180,6 +180,24 @@ def test_a_further_number_named_like_a_component_is_no_part_of_its_mean(make):
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_numbers_of_the_same_name_are_means_of_their_own_functions_over_the_completions_that_have_one(make):
+    scorer = make(
+        "reward.functions={custom: 1.0, by_data_source: 1.0}",
+        text="""
+            def compute_score(solution_str, ground_truth):
+                return {"score": 1, "acc": 0.25} | ({"words": 3} if solution_str == "7" else {})
+            """,
+    )  # fmt: skip
+    pairs = [pair(0, 7, source="openai/gsm8k"), pair(1, 8, source="math_dapo")]
+    scorer.scores(pairs)
+    found = scorer.metrics(pairs)
+    assert {name: found[f"reward/{name}/mean"] for name in ("custom/acc", "by_data_source/acc", "words")} == {
+        "custom/acc": 0.25, "by_data_source/acc": 0.0, "words": 3.0,
+    }  # fmt: skip
+    assert "reward/acc/mean" not in found
+
+
 HANGS = """
     import os, re, subprocess, time
     def compute_score(response, answer):
