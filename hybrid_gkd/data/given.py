@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,14 +118,18 @@ def tokenize_completion(
     Raises DataError: the template renders the prompt differently before a completion, or the tokenizer lacks required
     character offsets.
     """
-    content, whole = answer.messages[0].get("content") or "", [*prompt, *answer.messages]
     if render is None:
         if len(answer.messages) > 1:
             raise DataError(f"{where}: several messages need a chat template, which the tokenizer does not have; set "
                 "actor_rollout_ref.model.tokenizer_path to one with a template")
-        text, turns = content, [(0, len(content))]
+        text = answer.messages[0].get("content") or ""
+        turns = [(0, len(text))]
     else:
         text, turns = _rendered(answer, prompt, render, where)
+        if (ended_once := _ended_once(answer, text)) is not answer:
+            answer = ended_once
+            text, turns = _rendered(answer, prompt, render, where)
+    content, whole = answer.messages[0].get("content") or "", [*prompt, *answer.messages]
     encoded = Encoded(tokenizer, text, where)
     trained = np.ones(len(encoded.ids), bool)
     if len(answer.messages) > 1 and mask != ALL:
@@ -168,6 +172,16 @@ def _missing(messages: Chat, text: str) -> list[str]:
         parts += [(name, message.get(name)) for name in CONTENTS if name != "tool_calls"]
         found |= {name for name, part in parts if "".join(str(part or "").split()) not in squeezed}
     return sorted(found)
+
+
+def _ended_once(answer: GivenCompletion, text: str) -> GivenCompletion:
+    """Return a completion without the end token of its last text if the template writes one too, as in `text`."""
+    *front, last = answer.messages
+    content = (last.get("content") or "").rstrip()
+    end = text.rpartition(content.lstrip())[2].strip() if content else ""
+    if answer.is_cut or not end or not content.endswith(end):
+        return answer
+    return replace(answer, messages=[*front, last | {"content": content.removesuffix(end)}])
 
 
 def _range_of(name: str, chat: Chat, text: str, render: Render | None) -> Span:

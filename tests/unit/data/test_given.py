@@ -62,7 +62,7 @@ CALLING = [said("assistant", "look"), said("tool", "5 < 6"), said("assistant", "
     ("response", "template", "found"),
     [
         ("2 2", CHATML, "2 2"), (" 2 ", None, " 2 "), ([said("assistant", "2")], CHATML, "2"),
-        (CALLING, CHATML, "look<|end|>\n| so 5 "), ("end<|end|>", CHATML, "end<|end|>"),
+        (CALLING, CHATML, "look<|end|>\n| so 5 "),
     ],
 )  # fmt: skip
 def test_a_cut_completion_has_no_end(tmp_path, response, template, found):
@@ -72,6 +72,17 @@ def test_a_cut_completion_has_no_end(tmp_path, response, template, found):
     )  # fmt: skip
     assert trained(cut) == found
     assert trained(whole).rstrip() == f"{found}<|end|>"
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|end|>\n"])
+def test_an_end_token_that_a_text_has_already_is_not_repeated(tmp_path, end):
+    row = {"prompt": "1", "response": f"2{end}"}
+    calling = [*CALLING[:2], said("assistant", f"3{end}")]
+    whole, spans, cut, several = load(tmp_path, [
+        row, row | {"spans": [[0, 1]]}, row | {"finish_reason": "length"}, row | {"response": calling},
+    ])  # fmt: skip
+    assert (trained(whole), trained(spans), trained(cut)) == ("2<|end|>\n", "<|end|>\n", f"2{end}")
+    assert trained(several) == "look<|end|>\n|3<|end|>\n"
 
 
 def test_without_a_chat_template_an_answer_ends_with_the_end_of_sequence_token(tmp_path):
