@@ -258,6 +258,14 @@ def replace_by_id(samples: abc.Iterable[Sample], changed: abc.Iterable[Sample]) 
     return [by_id.get(sample.id, sample) for sample in samples]
 
 
+QUARTERS = 4
+
+
+def quarter_of_tokens(length: int) -> np.ndarray:
+    """Return the quarter, 0 to 3, of each token of a completion of `length` tokens, [R]: floor(4 r / R)."""
+    return np.arange(length) * QUARTERS // max(1, length)
+
+
 def generated_sample(
     request: GenerationRequest, new_ids: np.ndarray, *, version: int, status: str, logprobs: np.ndarray | None = None
 ) -> Sample:

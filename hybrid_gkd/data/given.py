@@ -6,7 +6,7 @@ A completion is tokenized separately from its prompt, like one that the student 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,18 +122,18 @@ def tokenize_completion(
         if len(answer.messages) > 1:
             raise DataError(f"{where}: several messages need a chat template, which the tokenizer does not have; set "
                 "actor_rollout_ref.model.tokenizer_path to one with a template")
-        text = answer.messages[0].get("content") or ""
-        turns = [(0, len(text))]
+        opening, text = "", answer.messages[0].get("content") or ""
     else:
-        text, turns = _rendered(answer, prompt, render, where)
+        opening, text = _rendered(answer, prompt, render, where)
         if (ended_once := _ended_once(answer, text)) is not answer:
             answer = ended_once
-            text, turns = _rendered(answer, prompt, render, where)
+            text = _rendered(answer, prompt, render, where)[1]
     content, whole = answer.messages[0].get("content") or "", [*prompt, *answer.messages]
     encoded = Encoded(tokenizer, text, where)
     trained = np.ones(len(encoded.ids), bool)
-    if len(answer.messages) > 1 and mask != ALL:
-        trained = encoded.within(turns)
+    if render is not None and len(answer.messages) > 1 and mask != ALL:
+        turns = _turns(whole, len(prompt), opening + text, render, where)
+        trained = encoded.within([(start - len(opening), end - len(opening)) for start, end in turns])
     if answer.excluded:
         start, end = _range_of("content", whole, text, render)
         if end - start < len(content):
@@ -155,8 +155,7 @@ def tokenize_completion(
         front[1:] = True
     elif mask == ASSISTANT and render is not None and any(each["role"] == "assistant" for each in prompt):
         of_prompt = render(prompt, add_generation_prompt=True)
-        turns = [*_turns(prompt, 0, of_prompt, render, where)]
-        front = Encoded(tokenizer, of_prompt, where).within(turns)
+        front = Encoded(tokenizer, of_prompt, where).within(_turns(prompt, 0, of_prompt, render, where))
         front[:1] = False
     return GivenTokens(ids, np.concatenate([front, trained]), _missing(answer.messages, text))
 
@@ -200,16 +199,12 @@ def _range_of(name: str, chat: Chat, text: str, render: Render | None) -> Span:
     return 0, 0
 
 
-def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
-    """Return the text after the prompt's, and the ranges of the assistant's turns in it."""
-    whole = [*prompt, *answer.messages]
-    front, text = render(prompt, add_generation_prompt=True), render(whole)
+def _rendered(answer: GivenCompletion, prompt: Chat, render: Render, where: str) -> tuple[str, str]:
+    """Return the text of the prompt and that of the completion after it."""
+    front, text = render(prompt, add_generation_prompt=True), render([*prompt, *answer.messages])
     if not text.startswith(front):
         raise _changing_template_error(where, front)
-    if len(answer.messages) == 1:
-        return text[len(front) :], [(0, len(text) - len(front))]
-    turns = _turns(whole, len(prompt), text, render, where)
-    return text[len(front) :], [(start - len(front), end - len(front)) for start, end in turns]
+    return front, text.removeprefix(front)
 
 
 def _turns(chat: Chat, first: int, text: str, render: Render, where: str) -> Iterator[Span]:
@@ -240,7 +235,7 @@ class Encoded:
         self.ids: list[int] = found.input_ids
         self._offsets = found.offset_mapping if offsets else None
 
-    def within(self, spans: list[Span]) -> np.ndarray:
+    def within(self, spans: Iterable[Span]) -> np.ndarray:
         """Return for each token whether it overlaps one of the spans, bool [number of tokens].
 
         Raises DataError: the tokenizer does not provide character offsets.

@@ -40,7 +40,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.losses.head_torch import MASKED_LOGIT, TAIL_LIMIT
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of the log-ratio in k3, in both directions: exp(89) is inf in float32."""
+"""Bound of a log-ratio that is exponentiated, in both directions: exp(89) is inf in float32, which becomes NaN."""
 TAIL_FLOOR = 1e-6
 """Smallest mass of a tail computed as 1 - P or 1 - Q; about the noise of 1 - Q from a float32 head."""
 TRIAL_ROWS = 5

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.losses.divergence import TRIAL_ROWS, check_row_loss
+from hybrid_gkd.losses.divergence import LOG_RATIO_LIMIT, TRIAL_ROWS, check_row_loss
 
-LOG_RATIO_LIMIT = 20.0
-"""Limit of a log-ratio, plus or minus: exp(20) is 5e8; exp(89) is inf in float32, which becomes NaN."""
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 """Upper limit of a sequence's mean log-ratio."""
 

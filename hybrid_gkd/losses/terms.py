@@ -19,6 +19,7 @@ from torch import Tensor
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head_torch import MASKED_LOGIT
 from hybrid_gkd.losses.table import DIVERGENCES, Divergence, PolicyLoss
+from hybrid_gkd.types import QUARTERS
 
 Signals = Mapping[str, Tensor]
 """Tensors of the trained tokens of a micro-batch or chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r]; for
@@ -27,9 +28,6 @@ candidates <name>.logprobs [r, K], <name>.tail_logprobs [r], <name>.sampled_logp
 sequence_log_ratio: see `Objective`; quarter: the quarter of its completion that a token is in, 0 to 3."""
 Metrics = dict[str, Tensor]
 """Metrics [r] by name."""
-
-QUARTERS = 4
-"""Quarters of a completion of R tokens: token r is in quarter floor(4 r / R)."""
 
 
 class Student(NamedTuple):

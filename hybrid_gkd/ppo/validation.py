@@ -14,9 +14,7 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 
 from hybrid_gkd.scoring.builtin_rewards import final_number, last_boxed
-from hybrid_gkd.types import Generation, Sample, Task
-
-QUARTERS = 4
+from hybrid_gkd.types import QUARTERS, Generation, Sample, Task, quarter_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +86,10 @@ def _finals(validation: ValidationSamples, chosen: list[int]) -> list[Hashable]:
 def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
     """Return the mean over all tokens (`name`) and over those in each quarter of their completion (`name/q1`, ...).
 
-    Token r of R is in quarter floor(4 r / R) + 1; a completion of less than four tokens does not reach all quarters.
-    Nothing is returned without tokens.
+    A completion of less than four tokens does not reach all quarters. Nothing is returned without tokens.
     """
     tokens = np.concatenate(values).astype(np.float64)
-    quarter = np.concatenate([np.arange(len(each)) * QUARTERS // len(each) for each in values])
+    quarter = np.concatenate([quarter_of_tokens(len(each)) for each in values])
     metrics = {name: float(tokens.mean())} if len(tokens) else {}
     for number in range(QUARTERS):
         if (quarter == number).any():

@@ -33,7 +33,6 @@ from hybrid_gkd.student.logprob_model import (
     count_tokens,
     join_signals,
     pack_samples,
-    quarter_of_tokens,
     sampled_logprobs,
     top_candidates,
 )
@@ -41,7 +40,7 @@ from hybrid_gkd.student.moving_average import MovingAverage
 from hybrid_gkd.student.pretrained import PATH_KEY
 from hybrid_gkd.student.sharded_model import learning_rate
 from hybrid_gkd.student.trained_model import TrainedModel
-from hybrid_gkd.types import Sample, SampleId, TopK
+from hybrid_gkd.types import Sample, SampleId, TopK, quarter_of_tokens
 
 WARMUP_AFTER_SFT = 0.1
 """Warm-up fraction of the optimizer steps after a warm start by SFT, if none is configured: a high initial rate would

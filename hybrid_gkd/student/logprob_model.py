@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from hybrid_gkd.compat.transformers import mixes_in_attention_only
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.losses.head import LossFunction, RowStatistics, head_loss, logprobs_of_ids, row_statistics
-from hybrid_gkd.losses.terms import QUARTERS
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, packed_and_alone, to_device
 from hybrid_gkd.models.spec import changed_logits
-from hybrid_gkd.types import Sample, SampleId, Signal, TopK
+from hybrid_gkd.types import QUARTERS, Sample, SampleId, Signal, TopK
 
 if TYPE_CHECKING:
     from hybrid_gkd.student.sharded_model import ShardedModel
@@ -190,11 +189,6 @@ def _neutral(name: str, example: Signal | None, length: int) -> Signal:
         ids=ids, logprobs=each[:, :k], tail_logprobs=each[:, k], sampled_logprobs=each[:, k + 1],
         groups=None if example.groups is None else ids,
     )
-
-
-def quarter_of_tokens(length: int) -> np.ndarray:
-    """Return the quarter, 0 to 3, of each token of a completion of `length` tokens, [R]."""
-    return np.arange(length) * QUARTERS // max(1, length)
 
 
 def count_tokens(
