@@ -185,7 +185,7 @@ METRICS: dict[str, tuple[str, str]] = {
         phase=RESIDENCY, owner=MEMORY_OWNERS,
     ),
     # The batch.
-    **_expand("response_length/<statistic>", "tokens", "Length of completions", statistic=("mean", "max", "min")),
+    **_expand("response_length/<statistic>", "tokens", "Trained tokens of a sample", statistic=("mean", "max", "min")),
     "response/repeated_fraction": (
         "fraction", "Completion tokens inside a sequence of 8 tokens that occurred before in the same completion"
     ),
