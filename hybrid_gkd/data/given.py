@@ -131,9 +131,10 @@ def tokenize_completion(
     content, whole = answer.messages[0].get("content") or "", [*prompt, *answer.messages]
     encoded = Encoded(tokenizer, text, where)
     trained = np.ones(len(encoded.ids), bool)
-    if render is not None and len(answer.messages) > 1 and mask != ALL:
-        turns = _turns(whole, len(prompt), opening + text, render, where)
-        trained = encoded.within([(start - len(opening), end - len(opening)) for start, end in turns])
+    if render is not None and len(answer.messages) > 1:
+        turns, before = _turns(whole, len(prompt), opening + text, render, where), len(opening)
+        spans = [(start - before, end - before) for start, end in turns]  # a check of the template with ALL too
+        trained = trained if mask == ALL else encoded.within(spans)
     if answer.excluded:
         start, end = _range_of("content", whole, text, render)
         if end - start < len(content):
@@ -142,8 +143,7 @@ def tokenize_completion(
     ids = encoded.ids
     if answer.is_cut:
         ends = (_range_of(name, whole, text, render)[1] for name in CONTENTS[:2])
-        end = next((each for each in ends if each), 0)
-        if not end:
+        if not (end := next(filter(None, ends), 0)):
             rule = f"the chat template changes the text, so a completion with {FINISH_REASON}={CUT} cannot lose its end"
             raise DataError(f"{where}: {rule}")
         written = int(encoded.within([(0, end)]).sum())
@@ -190,8 +190,8 @@ def _range_of(name: str, chat: Chat, text: str, render: Render | None) -> Span:
     in the chat rendered with a mark for it.
     """
     value, after = chat[-1].get(name) or "", ""
-    if render is not None:
-        after = render([*chat[:-1], chat[-1] | {name: MARK}]).partition(MARK)[2]
+    if value and render is not None:
+        after = render([*chat[:-1], chat[-1] | {name: MARK}]).rpartition(MARK)[2]
     before = text.removesuffix(after)
     for part in (value, value.strip()):
         if part and before.endswith(part):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from hybrid_gkd.data.given import MARK
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import DataError
@@ -181,7 +182,7 @@ def test_a_text_is_found_where_reasoning_and_calls_repeat_it(tmp_path, fields, m
     """Spans are excluded from the text itself, and a completion that was cut ends with the last text that it has."""
     message = {"role": "assistant", "reasoning_content": "42? 42", "tool_calls": [{"name": "42"}]} | fields
     [task] = load(
-        tmp_path, [{"prompt": "p", "response": [message], **(more or {"finish_reason": "length"})}], template=REASONING
+        tmp_path, [{"prompt": MARK, "response": [message], **(more or {"finish_reason": "length"})}], template=REASONING
     )
     assert trained(task) == found
 
@@ -222,6 +223,13 @@ def test_a_template_that_changes_a_cut_completion_is_refused(tmp_path):
 def test_a_template_that_writes_history_differently_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"row 1: the chat template renders the beginning .* differently"):
         load(tmp_path, [{"prompt": "p", "response": "r"}], template=FORGETFUL)
+
+
+@pytest.mark.parametrize("mask", ["answer", "assistant", "all"])
+def test_a_template_that_leaves_out_earlier_messages_is_refused_with_every_mask(tmp_path, mask):
+    template = CHATML.replace("m.content", "m.content if loop.last or m.role != 'assistant'")
+    with pytest.raises(DataError, match=r"row 1: the chat template renders the beginning .* differently"):
+        load(tmp_path, [{"prompt": "p", "response": CALLING}], template=template, loss_mask=mask)
 
 
 def test_several_messages_need_a_chat_template(tmp_path):
