@@ -87,10 +87,13 @@ class Objective:
                 value = value * term.coefficient
                 weights, *factors = _factors(term)
                 for name in factors:
-                    value = value * chunk.get(name, 1)
+                    value = value * chunk[name] if name in chunk else value
                 value = value if known is None else torch.where(known, value, 0)
                 sums.setdefault(weights if weights in chunk else "weights", []).append(value)
-            totals = [torch.stack(values).sum(0) * chunk.get(name, 1) for name, values in sums.items()]
+            totals = [
+                torch.stack(values).sum(0) * chunk[name] if name in chunk else torch.stack(values).sum(0)
+                for name, values in sums.items()
+            ]
             return functools.reduce(torch.add, totals or [logprobs.sum(1) * 0]), metrics
 
         return loss_fn
