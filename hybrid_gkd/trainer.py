@@ -322,7 +322,7 @@ class GKDTrainer(PPOTrainer):
         chosen = {task.index for task in self.val_prompts[: min(ANSWERS, count)]}
         return {
             sample.id: (sample, {
-                "prompt": task.text, "response": decode(self.tokenizer, sample), "num_tokens": sample.num_trained,
+                "prompt": task.text, "response": decode(self.tokenizer, task, sample), "num_tokens": sample.num_trained,
             })
             for task, sample in pairs
             if task.index in chosen and sample.id.number == 0

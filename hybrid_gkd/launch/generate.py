@@ -338,7 +338,7 @@ class Recorder:
         self.file.append([self._line(task, sample, rewards.get(sample.id)) for task, sample in pairs])
 
     def _line(self, task: Task, sample: Sample, reward: float | None) -> dict[str, Any]:
-        text = decode(self.inputs.tokenizer, sample)
+        text = decode(self.inputs.tokenizer, task, sample)
         if sample.status == "length":
             text = text.rstrip("\ufffd")  # a character of which some bytes are missing
         line = self.inputs.rows[task.index] | {

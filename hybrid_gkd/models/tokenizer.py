@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.runtime.hub import check_hub
 from hybrid_gkd.runtime.imports import gc_paused, model_code
-from hybrid_gkd.types import Sample
+from hybrid_gkd.types import Sample, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,9 +68,9 @@ def check_end(path: str, source: str, found: Any, number: int) -> None:
             raise ModelError(f"{path}: eos_token_id {end} of {source} is no token, whose ids are below {number}")
 
 
-def decode(tokenizer: Any, sample: Sample) -> str:
-    """Return a response as text, without special tokens."""
-    return tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
+def decode(tokenizer: Any, task: Task, sample: Sample) -> str:
+    """Return a completion of a task as text, without special tokens."""
+    return tokenizer.decode(sample.tokens[len(task.token_ids) :].tolist(), skip_special_tokens=True)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

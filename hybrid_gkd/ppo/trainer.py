@@ -351,7 +351,7 @@ class PPOTrainer:
             scores = {} if self.rewards is None else self.rewards.validation_scores(pairs)
         validation = ValidationSamples(
             tasks=self.val_prompts, samples=found, token_values=token_values,
-            texts=[decode(self.tokenizer, sample) for sample in found], **scores,
+            texts=[decode(self.tokenizer, *pair) for pair in pairs], **scores,
         )  # fmt: skip
         shown = select_generations(validation, self.config.trainer.log_val_generations)
         self.tracking.log_generations(shown, self.step)

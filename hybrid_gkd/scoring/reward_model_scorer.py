@@ -43,7 +43,7 @@ class RewardTexts:
         if self.own is None:
             return sample.tokens
         assert task.messages is not None
-        answer = decode(self.tokenizer, sample)
+        answer = decode(self.tokenizer, task, sample)
         if not self.own.chat_template:
             prompt = plain_text(task.messages, task.tools, f"row {task.row} of the data: reward_model.model.path")
             return np.array(self.own(f"{prompt}\n{answer}").input_ids, np.int32)

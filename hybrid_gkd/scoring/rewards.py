@@ -232,7 +232,7 @@ class RewardScorer:
         key = sample.id
         if key not in self._entries:
             response = Response(
-                text=decode(self.tokenizer, sample), answer=task.answer, data_source=task.data_source,
+                text=decode(self.tokenizer, task, sample), answer=task.answer, data_source=task.data_source,
                 extra_info=task.extra_info, limit_fraction=sample.num_trained / self.config.data.max_response_length,
             )  # fmt: skip
             alive = weakref.ref(sample.tokens, lambda _: self._entries.pop(key, None))

@@ -110,9 +110,9 @@ class CompletionPrompts(TaskPrompts):
             return [], []
         samples = [sample for _, sample in pairs] if self._rewards is None else scored(self._rewards, pairs)
         completions, groups = dict[SampleId, Completion](), defaultdict[tuple[int, int], list[Completion]](list)
-        for sample in sorted(samples, key=lambda sample: sample.id):
+        for (task, _), sample in sorted(zip(pairs, samples, strict=True), key=lambda each: each[1].id):
             values = {each.name: getattr(sample, each.name) for each in dataclasses.fields(Sample)}
-            completions[sample.id] = Completion(**values, text=decode(self._tokenizer, sample))
+            completions[sample.id] = Completion(**values, text=decode(self._tokenizer, task, sample))
             groups[sample.id.group].append(completions[sample.id])
         calls = [(task, completions[sample.id], tuple(groups[sample.id.group])) for task, sample in pairs]
         found, unscored = list[Pair](), list[SampleId]()

@@ -34,6 +34,9 @@ def even(task, sample, group):
 def nobody(task, sample, group):
     return None
 
+def shown(task, sample, group):
+    return f"{sample.text}, {sample.reward}"
+
 def number(task, sample, group):
     return 7
 
@@ -93,6 +96,18 @@ def test_a_text_is_one_message_and_the_template_of_the_teacher_counts(function):
     prompts = make_prompts(function("even"), templates={"default": template})
     (pair,), unscored = prompts.finished(group_of(4, "given", status="given"))  # a group of its own
     assert TOKENIZER.decode(pair[0].teacher_ids) == "[again]"
+    assert not unscored
+
+
+def test_the_text_of_a_given_completion_has_its_excluded_spans_and_not_the_prompt(function):
+    """Trained are the end of the prompt and the last token of the completion."""
+    prompts = make_prompts(function("shown"), "reward.answer_key=answer", rewards=True)
+    ids = TOKENIZER("yes", add_special_tokens=False).input_ids
+    task = Task(index=0, token_ids=np.array([1, 2], np.int32), text="task", answer="yes")
+    mask = [False, True, *(place >= len(ids) - 1 for place in range(len(ids)))]
+    sample = make_sample(0, prompt=task.token_ids, completion=ids, loss_mask=mask, status="given")
+    ((found, _),), unscored = prompts.finished([(task, sample)])
+    assert TOKENIZER.decode(found.teacher_ids) == "yes, 1.0<|a|>"
     assert not unscored
 
 

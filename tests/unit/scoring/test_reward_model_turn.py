@@ -110,7 +110,7 @@ def test_texts_lose_their_end_at_the_limit_which_is_said_and_counted(caplog):
 
 def test_what_it_reads_is_the_chat_behind_its_own_template():
     tokenizer, own = make_tokenizer(), make_tokenizer(extra_tokens=("<|b|>",))
-    answer = sample(*tokenizer("yes").input_ids, tokenizer.eos_token_id)
+    answer = make_sample(3, prompt=[3], completion=[*tokenizer("yes").input_ids, tokenizer.eos_token_id])
     np.testing.assert_array_equal(
         RewardTexts(tokenizer).tokens(PROMPTS[3], answer), answer.tokens
     )
