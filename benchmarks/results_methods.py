@@ -146,6 +146,7 @@ COMPRESS_METHODS = {
     # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
     "sft_teacher": Method(
         title=MANY["sft_teacher"].title, given="teacher", settings=grid((6e-4, 3e-4, 1e-4), (128,), (1.0, 0.2)),
+        search_fraction=1.0,
         overrides=f"{GIVEN} trainer.warmup_steps_sft=${{trainer.total_training_steps}} {SFT_COSINE} "
         f"{ACTOR}.optim_sft.lr=${{{ACTOR}.optim.lr}}",
     ),

@@ -198,11 +198,6 @@ class Sample:
         """Return the number of tokens before the first trained one; T without trained tokens."""
         return int(self.loss_mask.argmax()) if self.num_trained else self.num_tokens
 
-    @property
-    def completion_ids(self) -> np.ndarray:
-        """Return all tokens after the prompt, trained or not, int32 [T - prompt_length]."""
-        return self.tokens[self.prompt_length :]
-
     def array(self, name: str) -> np.ndarray:
         """Return a signal of the sample, float32 [R]."""
         found = self.signals[name]

@@ -115,8 +115,8 @@ def tokenize_completion(
         render: the chat template; None: the tokenizer has none, and a text ends with the end-of-sequence token.
         mask: ANSWER, ASSISTANT or ALL.
 
-    Raises DataError: the template renders the prompt differently before a completion, or the tokenizer lacks required
-    character offsets.
+    Raises DataError: the template renders the prompt differently before a completion, or changes the text of one that
+    has excluded spans or was cut, or the tokenizer lacks required character offsets.
     """
     if render is None:
         if len(answer.messages) > 1:

@@ -135,7 +135,7 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
         for step in range(4):
             print("publish", group.publish(step))
             found = draw(group, requests, SamplingParams(max_tokens=128, logprobs=True))
-            drawn.append([s.completion_ids.tolist() for s in found])
+            drawn.append([s.trained_ids.tolist() for s in found])
             difference = logprob_differences(group, found)
             print("logprob difference", difference.mean(), difference.max())
             assert difference.mean() < MEAN_LOGPROB_DIFFERENCE
@@ -219,7 +219,7 @@ def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
         seconds = [group.publish(version)["publish"] for version in range(3, 23)]
         print("20 publishes, seconds:", np.round(seconds, 4).tolist())
         last = draw(group, requests, sampling)
-    tokens = [[s.completion_ids.tolist() for s in found] for found in (start, changed, again, restored, last)]
+    tokens = [[s.trained_ids.tolist() for s in found] for found in (start, changed, again, restored, last)]
     assert tokens[0] != tokens[1]
     assert tokens[0] == tokens[2] == tokens[3] == tokens[4]
 
@@ -249,7 +249,7 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
         for version in range(3):
             group.publish(version)
             found = draw(group, requests, SamplingParams(max_tokens=64, logprobs=True))
-            drawn.append([s.completion_ids.tolist() for s in found])
+            drawn.append([s.trained_ids.tolist() for s in found])
             differences.append(logprob_differences(group, found).mean())
             group.update(distil(found, version))
     print("logprob differences", differences)

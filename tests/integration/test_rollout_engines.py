@@ -60,7 +60,7 @@ def make_requests(number):
 
 
 def completions(samples):
-    return {each: sample.completion_ids.tolist() for each, sample in samples.items()}
+    return {each: sample.trained_ids.tolist() for each, sample in samples.items()}
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def test_paused_samples_are_prefixes_of_those_that_were_to_come(call, name, logp
     assert finished
     assert finished.keys() | paused.keys() == expected.keys()
     assert not finished.keys() & paused.keys()
-    assert completions(finished) == {each: expected[each].completion_ids.tolist() for each in finished}
+    assert completions(finished) == {each: expected[each].trained_ids.tolist() for each in finished}
     for request in requests:
         sample, whole = paused.get(request.id), expected[request.id]
         if sample is None:

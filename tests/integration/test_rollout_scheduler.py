@@ -54,7 +54,7 @@ def schedulers_of(folder, port):
         parts = generate_samples(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
         found = {each.id: (each.tokens.tolist(), each.logprobs.tolist()) for part in parts for each in part}
         parts = generate_samples(engine, requests, SamplingParams(max_tokens=24, temperature=0.0, repetitions=3))
-        found |= {s.id._replace(number=1): (s.completion_ids.tolist(), s.status) for part in parts for s in part}
+        found |= {s.id._replace(number=1): (s.trained_ids.tolist(), s.status) for part in parts for s in part}
         results.append((type(engine.engine.engine_core.engine_core.scheduler).__name__, found))
     return results
 

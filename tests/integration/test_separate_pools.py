@@ -85,7 +85,7 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
         for version in range(2):
             group.publish(version)
             found = generate(group)
-            drawn.append([s.completion_ids.tolist() for s in found])
+            drawn.append([s.trained_ids.tolist() for s in found])
             assert {number for s in found for number in s.versions} == {version}
             logprobs = group.compute_logprobs([(tuple(found[rank::actors]),) for rank in range(actors)])
             for s in found:
@@ -119,7 +119,7 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
                 assert pids(another.rollouts) == before
                 another.publish(7)
                 found = generate(another)
-                assert [s.completion_ids.tolist() for s in found] == drawn[0]
+                assert [s.trained_ids.tolist() for s in found] == drawn[0]
                 assert {number for s in found for number in s.versions} == {7}
     assert lines.count("Starting rollout weight synchronization...") == 2
     assert lines.count("Actor weight sync completed") == 2

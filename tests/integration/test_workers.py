@@ -340,7 +340,7 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
             assert [] in parts  # while nothing finishes
             found = [s for part in parts for s in part]
             found.sort(key=lambda sample: sample.id)
-            drawn.append([s.completion_ids.tolist() for s in found])
+            drawn.append([s.trained_ids.tolist() for s in found])
             assert [s.id for s in found] == [request.id for request in requests]
             assert {v for s in found for v in s.versions.tolist()} == {version}
             logprobs = group.compute_logprobs([(tuple(found[rank::2]),) for rank in range(2)])

@@ -115,7 +115,7 @@ def test_the_teacher_gets_prompts_behind_its_own_template():
     for task, sample in pairs(rollout):
         np.testing.assert_array_equal(sample.tokens[: sample.prompt_length], task.token_ids)
         reading = readings[str(sample.id)]
-        np.testing.assert_array_equal(reading.token_ids, [*(task.token_ids + 100), *sample.completion_ids])
+        np.testing.assert_array_equal(reading.token_ids, [*(task.token_ids + 100), *sample.trained_ids])
         np.testing.assert_array_equal(reading.token_ids[reading.positions], sample.trained_ids)
 
 
@@ -470,7 +470,7 @@ def test_the_teacher_as_a_reward_for_a_critic_to_learn():
         (items,) = [[i for share in batch for part in share for m in part.micro_batches for i in m]
                     for batch in group.critic_updates]  # fmt: skip
         for item in items:
-            if len(item.completion_ids) == 2:  # right, where that counts
+            if len(item.trained_ids) == 2:  # right, where that counts
                 last = log_ratio + score - 0.25
                 first = log_ratio + 0.25 - 0.25 + 0.5 * last
                 np.testing.assert_allclose(item.array("returns"), np.array([first, last]) + 0.25, rtol=1e-5)
@@ -534,7 +534,7 @@ def test_responses_count_the_same_where_they_are_to(cls, updates):
     for parts in batches:
         items = [item for part in parts for micro in part.micro_batches for item in micro]
         for item in items:
-            length = len(item.completion_ids)
+            length = len(item.trained_ids)
             want = parts[0].num_tokens / (len(items) * length)
             np.testing.assert_allclose(item.array("weights"), np.full(length, want), rtol=1e-6)
 

@@ -107,12 +107,12 @@ def assert_trained(trainer, planned, size=BATCH):
         assert [item.id for item in items] == [(number, row, i) for row, number, _ in kept for i in range(N)]
         prompts = [item.tokens[: item.prompt_length].tolist() for item in items]
         assert prompts == [[row] for row, _, _ in kept for _ in range(N)]
-        assert [item.completion_ids[0] for item in items] == [
+        assert [item.trained_ids[0] for item in items] == [
             request_seeds(0, number, size * N)[position * N + sample] for _, number, position in kept
             for sample in range(N)
         ]
         for item in items:
-            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
+            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.trained_ids)
             assert (item.array("advantages") > 0).all() == bool(item.id.number % 2)
     assert len(trainer.asked) == len(planned) * BATCH * N
 

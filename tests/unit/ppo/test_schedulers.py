@@ -84,9 +84,9 @@ def assert_trained(group, steps):
     for step, items in zip(steps, group.trained, strict=True):
         _, rows = PromptSampler(NUM_PROMPTS, BATCH, True, 0).batch(step)
         assert [item.tokens[: item.prompt_length].tolist() for item in items] == [[row] for row in rows]
-        assert [item.completion_ids[0] for item in items] == request_seeds(0, step, BATCH)
+        assert [item.trained_ids[0] for item in items] == request_seeds(0, step, BATCH)
         for item in items:
-            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
+            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.trained_ids)
 
 
 @DEPTHS

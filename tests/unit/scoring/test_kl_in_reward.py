@@ -78,7 +78,7 @@ def test_estimates_against_their_formulas():
 def test_every_token_loses_the_coefficient_times_its_kl_before_the_estimator():
     trainer, group, rows = make(*KL, steps=1)
     trainer.fit()
-    texts = [" ".join(map(str, item.completion_ids)) for item in group.trained[0]]
+    texts = [" ".join(map(str, item.trained_ids)) for item in group.trained[0]]
     rewards = [np.array([0, len(text) % 2]) - 0.5 * LOG_RATIO for text in texts]
     returns = [np.cumsum(each[::-1])[::-1] for each in rewards]
     together = np.concatenate(returns)
