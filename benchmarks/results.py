@@ -193,6 +193,7 @@ def run_command(run: Run, settings: Settings, folder: Path) -> list[str]:
     return [
         sys.executable, str(Path(__file__).with_name("results_trl.py")), *overrides_of(run, settings), "--models",
         str(settings.paths.root), "--seed", str(run.seed), "--device", settings.device, "--out", str(folder),
+        "--set", run.method.trl,
     ]  # fmt: skip
 
 

@@ -5,9 +5,9 @@
     python benchmarks/results_trl.py --config-name demo --models FOLDER --device cpu --out FOLDER --gold bayesian
 
 `--gold` is GOLDTrainer, for a teacher with another tokenizer, and one of its two ways to merge tokens; else
-DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe. Both with
-generation by transformers, as TRL takes other versions of vLLM than this program: compare it at equal tokens, not at
-equal minutes. Written for TRL 1.16. Writes OUT/metrics.jsonl.
+DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe. Both
+generate by transformers, which is compared at equal tokens, or by vLLM (`--set '{"use_vllm": true}'`) where TRL takes
+the version that is installed. Written for TRL 1.16. Writes OUT/metrics.jsonl and the student, OUT/huggingface.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peers_trl import forward_kl
+from peers_trl import AutocastTrainer, forward_kl, load_packed
+from results_compress import Judge, load
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import DistillationTrainer
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row
 from hybrid_gkd.demo.models import greedy_answers
+from hybrid_gkd.models.tokenizer import stop_token_ids
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.scoring.builtin_rewards import exact_match, gsm8k
 
@@ -45,23 +46,32 @@ def steps_of(config: Config) -> int:
 class Recorder(TrainerCallback):
     """Times the steps, counts the answers' tokens and validates between steps."""
 
-    def __init__(self, args: argparse.Namespace, config: Config, tokenizer: Any, val: list[Row], log: Any):
-        self.every = max(1, steps_of(config) // VALIDATIONS)
+    def __init__(self, config: Config, paths: DemoPaths, tokenizer: Any, val: list[Row], log: Any):
         self.limit, self.size = config.data.max_response_length, config.mini_batch_size
-        self.tokenizer, self.val, self.log = tokenizer, val, log
+        self.paths, self.tokenizer, self.val, self.log = paths, tokenizer, val, log
+        self.has_rewards = config.reward.answer_key is not None
+        # A comparison with the teacher completes its prompts by transformers, as long as many training steps.
+        self.every = max(1, steps_of(config) // (VALIDATIONS if self.has_rewards else 1))
         self.reward = exact_match if config.reward.name == "exact_match" else gsm8k
         self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
 
-    def validate(self, model: Any) -> float:
-        """Accuracy of the greedy answers, by a copy in the type that the program generates in."""
+    def validate(self, model: Any) -> dict[str, float]:
+        """Accuracy of the greedy answers; without rewards, divergences from the teacher on sampled ones."""
         device = next(model.parameters()).device
         with torch.random.fork_rng(), torch.inference_mode():
             copy = AutoModelForCausalLM.from_config(model.config)
             copy.load_state_dict(model.state_dict())
+            if not self.has_rewards:
+                prompts = [row["prompt"] for row in self.val]
+                ends = stop_token_ids(str(self.paths.teacher), self.tokenizer)
+                judge = Judge(load(self.paths.teacher, device), self.tokenizer, prompts, ends)
+                forward, reverse = judge.on_own_completions(copy.to(device).eval())
+                return {"val/forward_kl": forward, "val/reverse_kl": reverse}
+            # in the type that the program generates in
             copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
             answers = greedy_answers(copy, self.tokenizer, self.val, limit=self.limit)
             right = (self.reward(text, row["answer"]) for text, row in zip(answers, self.val, strict=True))
-            return sum(right) / len(self.val)
+            return {"val/accuracy": sum(right) / len(self.val)}
 
     def say(self, step: int, **metrics: float) -> None:
         """One row of metrics."""
@@ -69,7 +79,7 @@ class Recorder(TrainerCallback):
         print(json.dumps(row), file=self.log, flush=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.say(0, **{"val/accuracy": self.validate(kwargs["model"])})
+        self.say(0, **self.validate(kwargs["model"]))
         self.began = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -81,7 +91,7 @@ class Recorder(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - self.began
         self.tokens += logs["completions/mean_length"] * self.size
-        validated = {"val/accuracy": self.validate(kwargs["model"])} if step % self.every == 0 else {}
+        validated = self.validate(kwargs["model"]) if step % self.every == 0 else {}
         self.say(step, **{"actor/loss": logs["loss"]}, **validated)
         self.began = time.perf_counter()
 
@@ -138,7 +148,8 @@ def main() -> None:
     )
     shared = {
         "output_dir": str(args.out / "trl"), "seed": args.seed, "max_steps": steps_of(config),
-        "lr_scheduler_type": "cosine", "per_device_train_batch_size": config.mini_batch_size,
+        "lr_scheduler_type": "cosine",
+        "per_device_train_batch_size": config.mini_batch_size // args.set.get("gradient_accumulation_steps", 1),
         "max_completion_length": config.data.max_response_length, "learning_rate": optim.lr,
         "adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "weight_decay": optim.weight_decay,
         "warmup_steps": round(0.1 * steps_of(config)), "max_grad_norm": config.actor_rollout_ref.actor.grad_clip,
@@ -146,13 +157,18 @@ def main() -> None:
     if args.gold:
         make, settings = Gold, gold(args.device, args.gold, teacher_tokenizer_name_or_path=str(paths.teacher), **shared)
     else:
-        make, settings = DistillationTrainer, forward_kl(args.device, **shared)
+        make, settings = AutocastTrainer, forward_kl(args.device, **shared)
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "metrics.jsonl", "w", encoding="utf-8") as log:
-        make(
+        trainer = make(
             student, teacher, settings, train_dataset=prompts, processing_class=tokenizer,
-            callbacks=[Recorder(args, config, tokenizer, val, log)],
-        ).train()
+            callbacks=[Recorder(config, paths, tokenizer, val, log)],
+        )  # fmt: skip
+        if args.device == "cpu" and trainer.use_vllm:
+            trainer.vllm_generation.sync_weights = lambda: load_packed(trainer.vllm_generation)
+        trainer.train()
+    student.save_pretrained(args.out / "huggingface")
+    tokenizer.save_pretrained(args.out / "huggingface")
 
 
 if __name__ == "__main__":
