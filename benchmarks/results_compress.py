@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,8 @@ def measure(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(paths.teacher, padding_side="left")
     prompts = [row["prompt"] for row in itertools.islice(read_json_lines(paths.val), args.prompts)]
-    judge = Judge(load(paths.teacher, device), tokenizer, prompts, stop_token_ids(str(paths.teacher), tokenizer))
+    ends = stop_token_ids(str(paths.teacher), tokenizer)
+    judge = Judge(load(paths.teacher, device), tokenizer, prompts, ends)
     students = {"student before": [paths.student]} | {
         COMPRESS_METHODS[name].title: sorted((paths.root / "results").glob(f"compress-{name}-[0-9]*"))
         for name in args.only
@@ -118,7 +118,7 @@ def load(folder: Path, device: torch.device) -> Any:
 
 
 class Judge:
-    """Compares students with a teacher on held-out prompts."""
+    """Compares students with a teacher on held-out prompts; the teacher's completions are drawn once."""
 
     def __init__(self, teacher: Any, tokenizer: Any, prompts: list[str], ends: list[int]):
         self.teacher, self.tokenizer, self.ends = teacher, tokenizer, ends
@@ -131,16 +131,8 @@ class Judge:
             ).to(teacher.device)
             for i in range(0, len(chats), BATCH)
         ]
-
-    @cached_property
-    def completions(self) -> list[Tensor]:
-        """The teacher's, drawn once."""
-        return self.sampled(self.teacher)
-
-    def sampled(self, model: Any) -> list[Tensor]:
-        """Completions at temperature 1, [batch, length] each, their prompts included."""
         set_seed(0)
-        return list(self.complete(model, do_sample=True))
+        self.completions = list(self.complete(teacher, do_sample=True))
 
     @torch.inference_mode()
     def complete(self, model: Any, **sampling: Any) -> Iterator[Tensor]:
@@ -159,15 +151,9 @@ class Judge:
     def measure(self, student: Any) -> tuple[float, float, float, float]:
         """Forward KL, perplexity and agreement in % on the teacher's completions, and reverse KL on the student's."""
         forward, nll, same = self.compare(self.teacher, student, self.completions)
-        reverse, _, _ = self.compare(student, self.teacher, self.sampled(student))
+        set_seed(0)
+        reverse, _, _ = self.compare(student, self.teacher, list(self.complete(student, do_sample=True)))
         return forward, math.exp(nll), 100 * same, reverse
-
-    def on_own_completions(self, student: Any) -> tuple[float, float]:
-        """Forward and reverse KL on the student's completions, as the program's validation has them."""
-        own = self.sampled(student)
-        forward, _, _ = self.compare(self.teacher, student, own)
-        reverse, _, _ = self.compare(student, self.teacher, own)
-        return forward, reverse
 
     @torch.inference_mode()
     def compare(self, first: Any, second: Any, completions: list[Tensor]) -> tuple[float, float, float]:

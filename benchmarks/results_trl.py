@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peers_trl import AutocastTrainer, forward_kl, load_packed
-from results_compress import Judge, load
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.demo.folders import DemoPaths, Row
+from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.demo.models import greedy_answers
-from hybrid_gkd.models.tokenizer import stop_token_ids
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.scoring.builtin_rewards import exact_match, gsm8k
 
@@ -46,32 +46,39 @@ def steps_of(config: Config) -> int:
 class Recorder(TrainerCallback):
     """Times the steps, counts the answers' tokens and validates between steps."""
 
-    def __init__(self, config: Config, paths: DemoPaths, tokenizer: Any, val: list[Row], log: Any):
+    def __init__(self, args: argparse.Namespace, config: Config, paths: DemoPaths, tokenizer: Any, log: Any):
         self.limit, self.size = config.data.max_response_length, config.mini_batch_size
-        self.paths, self.tokenizer, self.val, self.log = paths, tokenizer, val, log
-        self.has_rewards = config.reward.answer_key is not None
-        # A comparison with the teacher completes its prompts by transformers, as long as many training steps.
-        self.every = max(1, steps_of(config) // (VALIDATIONS if self.has_rewards else 1))
+        self.paths, self.tokenizer, self.log = paths, tokenizer, log
+        self.export = args.out / "huggingface"
+        self.compare: list[str] = []
+        if config.reward.answer_key is None:  # the divergence, as the program measures it
+            self.compare = [
+                sys.executable, "-m", "hybrid_gkd.evaluate", str(self.export), "--config-name", args.config_name,
+                "--data", str(paths.val), "--json", f"trainer.device={args.device}", "distillation.enabled=true",
+                f"actor_rollout_ref.teacher.model.path={paths.teacher}", *args.overrides,
+            ]  # fmt: skip
+        self.every = max(1, steps_of(config) // (4 if self.compare else VALIDATIONS))
         self.reward = exact_match if config.reward.name == "exact_match" else gsm8k
         self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
 
     def validate(self, model: Any) -> dict[str, float]:
-        """Accuracy of the greedy answers; without rewards, divergences from the teacher on sampled ones."""
+        """Accuracy of the greedy answers; without rewards, divergences from the teacher."""
+        if self.compare:
+            model.save_pretrained(self.export)
+            self.tokenizer.save_pretrained(self.export)
+            done = subprocess.run(self.compare, stdout=subprocess.PIPE, check=True, text=True, timeout=1200)
+            (found,) = json.loads(done.stdout)
+            return {name: found[name] for name in ("val/forward_kl", "val/reverse_kl")}
         device = next(model.parameters()).device
         with torch.random.fork_rng(), torch.inference_mode():
             copy = AutoModelForCausalLM.from_config(model.config)
             copy.load_state_dict(model.state_dict())
-            if not self.has_rewards:
-                prompts = [row["prompt"] for row in self.val]
-                ends = stop_token_ids(str(self.paths.teacher), self.tokenizer)
-                judge = Judge(load(self.paths.teacher, device), self.tokenizer, prompts, ends)
-                forward, reverse = judge.on_own_completions(copy.to(device).eval())
-                return {"val/forward_kl": forward, "val/reverse_kl": reverse}
             # in the type that the program generates in
             copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
-            answers = greedy_answers(copy, self.tokenizer, self.val, limit=self.limit)
-            right = (self.reward(text, row["answer"]) for text, row in zip(answers, self.val, strict=True))
-            return {"val/accuracy": sum(right) / len(self.val)}
+            val = list(read_json_lines(self.paths.val))
+            answers = greedy_answers(copy, self.tokenizer, val, limit=self.limit)
+            right = (self.reward(text, row["answer"]) for text, row in zip(answers, val, strict=True))
+            return {"val/accuracy": sum(right) / len(val)}
 
     def say(self, step: int, **metrics: float) -> None:
         """One row of metrics."""
@@ -91,7 +98,7 @@ class Recorder(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - self.began
         self.tokens += logs["completions/mean_length"] * self.size
-        validated = self.validate(kwargs["model"]) if step % self.every == 0 else {}
+        validated = self.validate(kwargs["model"]) if step % self.every == 0 or step == state.max_steps else {}
         self.say(step, **{"actor/loss": logs["loss"]}, **validated)
         self.began = time.perf_counter()
 
@@ -137,7 +144,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
     paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
-    train, val = (list(read_json_lines(file)) for file in (paths.train, paths.val))
+    train = list(read_json_lines(paths.train))
     tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
     prompts = Dataset.from_list([
         {name: [{"role": role, "content": row[column]}] for name, role, column in MESSAGES[: 2 if args.gold else 1]}
@@ -162,7 +169,7 @@ def main() -> None:
     with open(args.out / "metrics.jsonl", "w", encoding="utf-8") as log:
         trainer = make(
             student, teacher, settings, train_dataset=prompts, processing_class=tokenizer,
-            callbacks=[Recorder(config, paths, tokenizer, val, log)],
+            callbacks=[Recorder(args, config, paths, tokenizer, log)],
         )  # fmt: skip
         if args.device == "cpu" and trainer.use_vllm:
             trainer.vllm_generation.sync_weights = lambda: load_packed(trainer.vllm_generation)
