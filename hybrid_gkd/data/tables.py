@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from hybrid_gkd.errors import DataError, call_all
+from hybrid_gkd.runtime.files import is_lfs_pointer
 from hybrid_gkd.runtime.hub import check_hub
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -62,8 +63,8 @@ class Source:
 def find_sources(entries: list[str], key: str, unpacked_bytes: float = UNPACKED_BYTES) -> list[Source]:
     """Return the tables of the entries of a configuration key; patterns in the order of matching names.
 
-    Reads and downloads nothing. Raises DataError for each entry that does not exist. `unpacked_bytes`: limit of the
-    size of a compressed file's text.
+    Reads no rows and downloads nothing. Raises DataError for each entry that does not exist or is a Git LFS pointer.
+    `unpacked_bytes`: limit of the size of a compressed file's text.
     """
     return list(itertools.chain(*call_all(functools.partial(_find, entry, key, unpacked_bytes) for entry in entries)))
 
@@ -72,6 +73,8 @@ def _find(entry: str, key: str, unpacked_bytes: float) -> list[Source]:
     path, name = Path(entry).expanduser(), entry.lower()
     folder, colon, split = entry.rpartition(":")
     if path.is_file():
+        if is_lfs_pointer(path):
+            raise DataError(f"{key}: must be the file itself, not its Git LFS pointer (git lfs pull); got {entry!r}")
         return [Source(entry, _file_reader(path, entry, key, unpacked_bytes), path.suffix.lower() == ".parquet")]
     if path.is_dir():
         return [Source(entry, _folder_reader(path, None))]
@@ -304,7 +307,14 @@ def _library_reader(name: str, config: str | None, split: str) -> Callable[[str,
             check_hub()
         import datasets
 
-        return _read_dataset(lambda: datasets.load_dataset(name, config, split=split), wanted)
+        try:
+            return _read_dataset(lambda: datasets.load_dataset(name, config, split=split), wanted)
+        except datasets.exceptions.DatasetGenerationError:  # it does not name the file
+            for file in sorted(filter(Path.is_file, Path(name).rglob("*"))):
+                if file.name.endswith((*SUFFIXES, *(end + codec for end in SUFFIXES for codec in COMPRESSED))):
+                    (source,) = find_sources([str(file)], where)
+                    read_table(source, f"{where}: {file.relative_to(name)}", wanted)
+            raise
 
     return read
 

@@ -11,6 +11,7 @@ from hybrid_gkd.config import REWARD_MODEL_PATH, Config, run_teachers
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ModelError, call_all
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
+from hybrid_gkd.runtime.files import is_lfs_pointer
 
 
 def check_paths_exist(config: Config, demos: Collection[Path]) -> None:
@@ -52,5 +53,10 @@ def check_model_folder(key: str, path: str) -> None:
             raise ModelError(f"{key}: the folder has no config.json; got {path!r}")
         if not any(file.suffix in WEIGHT_SUFFIXES for file in Path(path).iterdir()):
             raise ModelError(f"{key}: the folder has no weights ({', '.join(WEIGHT_SUFFIXES)}); got {path!r}")
+        if pointers := [file.name for file in sorted(Path(path).iterdir()) if file.is_file() and is_lfs_pointer(file)]:
+            raise ModelError(
+                f"{key}: must have the files themselves, not their Git LFS pointers (git lfs pull); got {path!r} with "
+                f"{', '.join(pointers)}"
+            )
     elif looks_local:
         raise ModelError(f"{key}: no such folder; got {path!r}")

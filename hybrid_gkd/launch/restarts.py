@@ -25,6 +25,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.starts import append_row, lost_work, reliability
 from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.runtime.processes import wait_for_processes
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.student.checkpoint_store import load_state, remove_snapshots
 from hybrid_gkd.workers.cluster import stop_workers
 from hybrid_gkd.workers.liveness import RayLost
@@ -85,7 +86,8 @@ def fit_with_restarts(
         placements, store = trainer.group.placements, trainer.store
         own.close()
         host = socket.gethostname()
-        wait_for_processes({place.pid for place in placements if place.host == host}, ENDING_SECONDS)
+        with waiting(f"lost workers on {host} to end", Timeout(ENDING_SECONDS)):
+            wait_for_processes({place.pid for place in placements if place.host == host}, ENDING_SECONDS)
         store.reserve()
         gc.unfreeze()  # the trainer of the lost workers
     if trainer.step in (trainer.total_steps, trainer.saving.step):

@@ -28,7 +28,7 @@ from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.completion_file import Progress
 from hybrid_gkd.launch.teacher import connect
-from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer, completion_view
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
@@ -184,15 +184,17 @@ def score_missing(
 
     `check` raises if the teacher has ended. Raises TeacherError.
     """
-    missing = dict[SampleId, Reading]()
-    for each, reading in readings.items():
-        try:
-            found = store.get(scored_by, reading)
-        except TeacherError as error:
-            logger.warning("%s: its entry is damaged and computed again: %s", reading.name, error)
-            found = None
-        if found is None:
-            missing[each] = reading
+    missing, num_read = dict[SampleId, Reading](), 0
+    with waiting("the stored scores", detail=lambda: f"{num_read} of {len(readings)} are read"):
+        for each, reading in readings.items():
+            try:
+                found = store.get(scored_by, reading)
+            except TeacherError as error:
+                logger.warning("%s: its entry is damaged and computed again: %s", reading.name, error)
+                found = None
+            if found is None:
+                missing[each] = reading
+            num_read += 1
     scorer, scores = TeacherScorer(client), Scores()
     timeout = Timeout(facts.config.actor_rollout_ref.teacher.request_timeout, f"{UNNAMED}.request_timeout")
     progress = Progress(Counter(each.row for each in missing), len(readings), lambda: f"{scored_by}")

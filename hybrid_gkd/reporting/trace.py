@@ -34,11 +34,13 @@ def trace_recording(run_dir: Path) -> Iterator[Clock]:
 
 def write_trace(run_dir: Path) -> Path:
     """Merge the spans of a run folder into its trace.json. Raises OSError."""
+    files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
+    if not files:
+        raise FileNotFoundError(f"{run_dir} is no run folder with spans: it has no logs/*{SUFFIX}")
     path = run_dir / "trace.json"
     temporary = path.with_name("trace.json.tmp")
     with temporary.open("w", encoding="utf-8") as out:
         out.write("[")
-        files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
         rows = (row for file in files for row in read_json_lines(file))
         recorded = (Counters(*row) if isinstance(row[-1], dict) else Span(*row) for row in rows)
         for number, event in enumerate(_events(recorded)):

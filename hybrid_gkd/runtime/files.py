@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 READ_BYTES = 4 * 2**20
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def free_path(stem: Path, suffix: str = "") -> Path:
@@ -33,6 +34,12 @@ def share_as_folder(folder: Path) -> None:
     for path in folder.rglob("*"):
         if not path.is_symlink():
             path.chmod(mode if path.is_dir() else mode & 0o666)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file has only the address of its content, as Git leaves it without Git LFS. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 @dataclass(frozen=True)

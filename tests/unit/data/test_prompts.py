@@ -479,6 +479,23 @@ def test_a_folder_of_files_is_read_by_the_datasets_library(tmp_path, monkeypatch
         load(tmp_path / "empty")
 
 
+@pytest.mark.slow
+def test_the_bad_file_of_a_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set" / "part").mkdir(parents=True)
+    (tmp_path / "set" / "a.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    (tmp_path / "set" / "part" / "b.jsonl").write_text('{"prompt": "b"}\n{"prompt": "', encoding="utf-8")
+    with pytest.raises(DataError, match=r"set': part/b\.jsonl: cannot be read: row 2 is not a JSON object"):
+        load(tmp_path / "set")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_a_git_lfs_pointer_is_named(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n", encoding="utf-8")
+    with pytest.raises(DataError, match=rf"data\.train_files: .*Git LFS pointer \(git lfs pull\); got '.*{name}'"):
+        load(tmp_path / name)
+
+
 def test_what_save_to_disk_wrote(tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "x"}])
     rows.save_to_disk(tmp_path / "one")

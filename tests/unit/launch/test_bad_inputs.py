@@ -13,6 +13,7 @@ from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError, ModelError
 from hybrid_gkd.launch import inputs, preflight
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.launch.teacher import local_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.ppo.resuming import TEACHER_WEIGHTS
@@ -167,6 +168,14 @@ def test_a_shard_that_is_cut_is_named(folder):
     file.write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match=rf"{file}: it is not a safetensors file"):
         check(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_model_folder_with_a_git_lfs_pointer_is_refused(folder, name):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\n"
+    (folder / "teacher" / name).write_text(pointer, encoding="utf-8")
+    with pytest.raises(ModelError, match=rf"teacher\.model\.path: .*Git LFS pointers.* with {re.escape(name)}$"):
+        check_model_folder("actor_rollout_ref.teacher.model.path", str(folder / "teacher"))
 
 
 @pytest.mark.slow
