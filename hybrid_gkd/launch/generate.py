@@ -66,6 +66,8 @@ OPTION_NAMES = {
 }  # fmt: skip
 """Configuration key -> the argument of this command that stands for it in messages."""
 SEQUENCES_ON_A_GPU = 1024
+CUT_FRACTION = 0.05
+"""Fraction of completions left out as cut above which the others no longer stand for what the model writes."""
 """`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 
 
@@ -170,6 +172,8 @@ def generate(options: argparse.Namespace) -> int:
             engine = load_engine(config, options, inputs)
             draw(Recorder(options, inputs, file, scorer), engine, requests, options)
         print(summary(options, file, inputs.tasks), flush=True)
+        if options.reward is None:
+            warn_of_cut(options, file)
     return 0
 
 
@@ -394,6 +398,17 @@ def describe_kept(file: CompletionFile) -> str:
     """Return the fraction of completions that are kept, as text."""
     total = file.num_kept + file.reasons.total()
     return f"{file.num_kept / total:.1%} kept" if total else ""
+
+
+def warn_of_cut(options: argparse.Namespace, file: CompletionFile) -> None:
+    """Log a warning if so many completions were cut and left out that a student of the others would end too early."""
+    cut = file.reasons["length"] / max(1, file.num_kept + file.reasons.total())
+    if cut > CUT_FRACTION:
+        logger.warning(
+            "%.0f %% of the completions were cut by --max-tokens %d and left out: a student of the others alone learns "
+            "to end too early; --keep-cut keeps them (without an end), or set a higher --max-tokens",
+            100 * cut, options.max_tokens,
+        )  # fmt: skip
 
 
 def summary(options: argparse.Namespace, file: CompletionFile, tasks: list[Task]) -> str:

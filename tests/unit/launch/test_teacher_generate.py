@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,16 @@ def test_answers_of_both_files_are_done(path):
     assert (again.num_kept, again.reasons) == (1, {"length": 1, "reward": 1})
     again.close()
     assert [json.loads(text)["row"] for text in path.read_text(encoding="utf-8").splitlines()] == [1]
+
+
+@pytest.mark.parametrize(("cut", "warned"), [(0, False), (1, False), (2, True)])
+def test_many_cut_completions_that_are_left_out_are_warned_of(path, caplog, cut, warned):
+    file = opened(path)
+    file.append([line(row, 0, **({"rejected": "length"} if row < cut else {})) for row in range(20)])
+    generate.warn_of_cut(SimpleNamespace(max_tokens=64), file)
+    file.close()
+    assert ("10 % of the completions were cut by --max-tokens 64 and left out" in caplog.text) == warned
+    assert bool(caplog.text) == warned
 
 
 def test_a_half_written_line_is_taken_away_and_its_answer_missing(path, caplog):
