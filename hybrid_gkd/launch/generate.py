@@ -66,9 +66,9 @@ OPTION_NAMES = {
 }  # fmt: skip
 """Configuration key -> the argument of this command that stands for it in messages."""
 SEQUENCES_ON_A_GPU = 1024
+"""`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 CUT_FRACTION = 0.05
 """Fraction of completions left out as cut above which the others no longer stand for what the model writes."""
-"""`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 
 
 def main(arguments: list[str]) -> int:

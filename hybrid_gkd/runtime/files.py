@@ -37,9 +37,15 @@ def share_as_folder(folder: Path) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file has only the address of its content, as Git leaves it without Git LFS. Raises OSError."""
-    with path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
+    """Return whether a file has only the address of its content, as Git leaves it without Git LFS.
+
+    False for one that cannot be read, which is reported where it is needed.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
