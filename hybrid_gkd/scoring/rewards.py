@@ -141,6 +141,7 @@ class RewardScorer:
         entries = [self._entry(pair) for pair in pairs]
         if self.functions:
             found["by_functions"] = [self._sum(entry, self.functions, accuracy=True) for entry in entries]
+            self._warn_of_missing_acc([entry for entry in entries if not entry.failed])
         if self.model is not None:
             found["by_model"] = [entry.scores[MODEL].value for entry in entries]
         return found
@@ -149,6 +150,18 @@ class RewardScorer:
         """Return the weighted sum of scores; with `accuracy`, of the values `acc` of functions that have one."""
         scores = [(self._weights[name], entry.scores[name]) for name in names]
         return sum(w * (score.metrics.get("acc", score.value) if accuracy else score.value) for w, score in scores)
+
+    def _warn_of_missing_acc(self, entries: list[_Entry]) -> None:
+        """Log a warning if the user's function returned `acc` for some completions only, whose mean mixes two values.
+
+        by_data_source has `acc` for some data sources; its other scores are fractions of right answers as well.
+        """
+        found = sum("acc" in entry.scores[CUSTOM].metrics for entry in entries) if CUSTOM in self.functions else 0
+        if 0 < found < len(entries):
+            logger.warning(
+                "%s returned acc for %d of %d held-out completions; val/accuracy has the score of the others",
+                self.functions[CUSTOM].label, found, len(entries),
+            )  # fmt: skip
 
     def _run_model(self, model: RewardModelScorer, pairs: list[Pair]) -> None:
         """Run the reward model on completions that it has not scored yet."""

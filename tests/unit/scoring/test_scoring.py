@@ -181,6 +181,21 @@ def test_a_further_number_named_like_a_component_is_no_part_of_its_mean(make):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("some", "warned"), [("7", True), ("7 8", False), ("9", False)])
+def test_an_accuracy_of_some_held_out_completions_only_is_warned_of(make, caplog, some, warned):
+    scorer = make(
+        "reward.functions={custom: 1.0}",
+        text=f"""
+            def compute_score(solution_str, ground_truth):
+                return {{"score": -1}} | ({{"acc": 1}} if solution_str in "{some}".split() else {{}})
+            """,
+    )  # fmt: skip
+    found = scorer.validation_scores([pair(0, 7), pair(1, 8)])
+    assert found["by_functions"] == [1.0 if text in some.split() else -1.0 for text in "78"]
+    assert ("returned acc for 1 of 2 held-out completions; val/accuracy has the score of" in caplog.text) == warned
+
+
+@pytest.mark.slow
 def test_numbers_of_the_same_name_are_means_of_their_own_functions_over_the_completions_that_have_one(make):
     scorer = make(
         "reward.functions={custom: 1.0, by_data_source: 1.0}",
