@@ -84,9 +84,20 @@ GRPO = Method(
     title="GRPO", overrides=f"distillation.enabled=false data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8",
     settings=grid((3e-5, 1e-5, 3e-6), (32, 8)),  # at 1e-4 all rewards are lost within 60 steps
 )  # fmt: skip
+
+
+def sampled_at(temperature: float) -> Method:
+    """On-policy distillation whose completions are drawn at another temperature than 1."""
+    return Method(
+        title=f"on-policy, temperature {temperature}", overrides=f"{ROLLOUT}.temperature={temperature}",
+        settings=grid((1e-3, 5e-4, 2e-3), (16,)),
+    )  # fmt: skip
+
+
 REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
     "opd": Method(title="on-policy distillation"),
+    "opd_diverse": sampled_at(1.3),
     "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
     "opd_rewards": Method(
         title="on-policy distillation with rewards", settings=grid((5e-4, 1e-3, 3e-4), (8, 16)),
@@ -111,13 +122,8 @@ LENGTHS = (1.0, 0.3)
 """Supervised training needs fewer passes over few prompts, which only runs of their whole length show."""
 FEW_METHODS = {
     "opd": replace(MANY["opd"], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))),
-    **{
-        name: Method(
-            title=f"on-policy distillation, sampled at temperature {temperature}",
-            overrides=f"{ROLLOUT}.temperature={temperature}", settings=grid((1e-3, 5e-4, 2e-3), (16,)),
-        )
-        for name, temperature in (("opd_diverse", 1.3), ("opd_hot", 1.6))
-    },
+    "opd_diverse": sampled_at(1.3),
+    "opd_hot": sampled_at(1.6),
     "sft_opd": Method(  # the warm start is the best SFT of this regime
         title="SFT on the data, then on-policy", given="data",
         settings=grid((3e-4, 1e-3, 1e-4), (16, 32)), search_fraction=0.6,
