@@ -7,7 +7,8 @@
 `--gold` is GOLDTrainer, for a teacher with another tokenizer, and one of its two ways to merge tokens; else
 DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe. Both
 generate by transformers, which is compared at equal tokens, or by vLLM (`--set '{"use_vllm": true}'`) where TRL takes
-the version that is installed. Written for TRL 1.16. Writes OUT/metrics.jsonl and the student, OUT/huggingface.
+the version that is installed. Written for TRL 1.16. Writes OUT/metrics.jsonl; where divergences are measured, also
+the student, OUT/huggingface.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from hybrid_gkd.demo.models import greedy_answers
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.scoring.builtin_rewards import exact_match, gsm8k
 
-VALIDATIONS = 20
+VALIDATIONS, COMPARISONS = 20, 4
+"""Validations of a run by right answers, and by the divergence from the teacher, each a process that loads both."""
 MESSAGES = (("prompt", "user", "prompt"), ("completion", "assistant", "answer"))
 """Names in TRL, roles, and columns of the rows. GOLD asks for completions, and replaces them by its student's."""
 
@@ -57,7 +59,7 @@ class Recorder(TrainerCallback):
                 "--data", str(paths.val), "--json", f"trainer.device={args.device}", "distillation.enabled=true",
                 f"actor_rollout_ref.teacher.model.path={paths.teacher}", *args.overrides,
             ]  # fmt: skip
-        self.every = max(1, steps_of(config) // (4 if self.compare else VALIDATIONS))
+        self.every = max(1, steps_of(config) // (COMPARISONS if self.compare else VALIDATIONS))
         self.reward = exact_match if config.reward.name == "exact_match" else gsm8k
         self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
 
@@ -174,8 +176,6 @@ def main() -> None:
         if args.device == "cpu" and trainer.use_vllm:
             trainer.vllm_generation.sync_weights = lambda: load_packed(trainer.vllm_generation)
         trainer.train()
-    student.save_pretrained(args.out / "huggingface")
-    tokenizer.save_pretrained(args.out / "huggingface")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def make_prompts(
     same rules as the student's prompt into its limit; a completion is truncated at its end. `loss_mask` is that of
     given.py. Raises DataError for rows that a chat template rejects, and for too long ones.
     """
-    prompts, problems, num_rows = list[Task](), list[DataError](), 0
+    prompts, problems, exceeded_keys, num_rows = list[Task](), list[DataError](), dict[str, None](), 0
     fit = functools.partial(_fitted, truncation=truncation, limit=max_response_length)
     teacher_limit = max_teacher_prompt_length or max_prompt_length
     for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
@@ -170,21 +170,19 @@ def make_prompts(
         other_lengths = [0] * len(all_ids) if others is None else list(map(len, others))
         answers = _given_tokens(table, all_ids, tokenizer, apply_chat_template_kwargs, loss_mask)
         answer_lengths = [0 if answer is None else len(answer.token_ids) for answer in answers]
-        if truncation == "error" and not filter_overlong_prompts:
-            limits = (
-                ("prompt", lengths, max_prompt_length), ("teacher_prompt", other_lengths, teacher_limit),
-                ("response", answer_lengths, max_response_length),
-            )  # fmt: skip
-            found = [_too_long(*limit, table.where) for limit in limits if max(limit[1]) > limit[2]]
-            if found:
-                problems += found
-                continue
+        limits = (
+            ("prompt", lengths, max_prompt_length), ("teacher_prompt", other_lengths, teacher_limit),
+            ("response", answer_lengths, max_response_length),
+        )  # fmt: skip
+        exceeded = [limit for limit in limits if max(limit[1]) > limit[2]]
+        if exceeded and truncation == "error" and not filter_overlong_prompts:
+            problems += [_too_long(*limit, table.where) for limit in exceeded]
+            continue
+        exceeded_keys |= {f"data.max_{what}_length={limit}": None for what, _, limit in exceeded}
         _warn_about_ended(all_ids, tokenizer, table.where)
         before = len(prompts)
         for place, (row, length, answer) in enumerate(zip(table.rows, lengths, answers, strict=True)):
-            fits = length <= max_prompt_length and other_lengths[place] <= teacher_limit
-            fits &= answer_lengths[place] <= max_response_length
-            if fits or not filter_overlong_prompts:
+            if not filter_overlong_prompts or all(found[place] <= limit for _, found, limit in exceeded):
                 token_ids = _truncate(all_ids[place], max_prompt_length, truncation)
                 prompts.append(Task(
                     index=num_rows + place, token_ids=token_ids,
@@ -197,13 +195,7 @@ def make_prompts(
         problems += _untrained(prompts[before:], num_rows, table.where)
         num_rows += len(all_ids)
     raise_all(problems)
-    limit = f"longer than data.max_prompt_length={max_prompt_length}"
-    rows = [row for table in tables for row in table.rows]
-    if teacher_tokenizers or any(teacher_templates.values()) or any(row.teacher_messages for row in rows):
-        limit += f", or the teacher's than {teacher_limit}"
-    if any(row.given for row in rows):
-        limit += f", or their given completions than data.max_response_length={max_response_length}"
-    _report_skipped(key, num_rows - len(prompts), num_rows, limit)
+    _report_skipped(key, num_rows - len(prompts), num_rows, " or ".join(exceeded_keys))
     return prompts
 
 
@@ -239,13 +231,13 @@ def _teacher_prompts(
     return found
 
 
-def _report_skipped(key: str, skipped: int, num_rows: int, limit: str) -> None:
-    """Log how many rows were skipped because of `limit`. Raises DataError: all of them."""
+def _report_skipped(key: str, skipped: int, num_rows: int, limits: str) -> None:
+    """Log how many rows were skipped because of `limits`. Raises DataError: all of them."""
     if skipped == num_rows:
         rule = "data.filter_overlong_prompts=true skips them"
-        raise DataError(f"{key}: all {num_rows} prompts are {limit} and {rule}")
+        raise DataError(f"{key}: all {num_rows} prompts are longer than {limits} and {rule}")
     if skipped:
-        logger.warning("%s: skipped %d of %d prompts %s", key, skipped, num_rows, limit)
+        logger.warning("%s: skipped %d of %d prompts longer than %s", key, skipped, num_rows, limits)
 
 
 def _read_rows(source: Source, where: str, columns: Columns, entry: int, weight: float) -> Rows:

@@ -245,7 +245,7 @@ def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog
         load(tmp_path, LONG, template=None, max_response_length=4)
     [left] = load(tmp_path, LONG, template=None, max_response_length=4, filter_overlong_prompts=True)
     assert left.index == 1
-    assert "skipped 1 of 2 prompts" in caplog.text
+    assert "skipped 1 of 2 prompts longer than data.max_response_length=4" in caplog.text
     cut, whole = load(tmp_path, LONG, template=None, max_response_length=4, truncation="left")
     assert (trained(cut), trained(whole)) == ("abcd", "ab<|end|>")
 

@@ -272,13 +272,13 @@ def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.slow
 def test_a_folder_without_spans_gets_no_trace(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is no run folder with spans: it has no logs/\*\.spans\.jsonl"):
         write_trace(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_makes_the_trace_of_a_run_that_still_goes_on(tmp_path):
     with contextlib.closing(SpanFile(tmp_path / "logs" / "worker_0.spans.jsonl")) as file:
         file(Span("worker 0", "gen", 1.0, 2.0))
