@@ -158,6 +158,10 @@ COMPRESS_SETTINGS = grid((6e-4, 3e-4, 1e-3), (128,))
 COMPRESS_METHODS = {
     "opd": replace(MANY["opd"], settings=COMPRESS_SETTINGS),
     "off_policy": replace(MANY["off_policy"], settings=COMPRESS_SETTINGS),
+    # As many minutes as on-policy distillation takes, at the best rate of the search.
+    "off_policy_long": replace(
+        MANY["off_policy"], title="off-policy distillation, seven passes", settings=grid((1e-3,), (128,), (1.7,))
+    ),
     # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
     "sft_teacher": Method(
         title=MANY["sft_teacher"].title, given="teacher", settings=grid((6e-4, 3e-4, 1e-4), (128,), (0.5, 0.15)),

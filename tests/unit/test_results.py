@@ -377,9 +377,8 @@ def test_every_run_of_the_program_has_a_configuration_that_loads(tmp_path, devic
             assert config.actor_rollout_ref.actor.optim.lr == run.setting.rate, name
             assert (config.data.response_key is not None) == (method.given is not None), name
             assert config.has_reward == (not name.startswith("compress")), name
-            assert config.distillation.enabled == (not name.endswith(("sft_data", "sft_teacher", "_long", "grpo"))) or (
-                name == "compress-sft_teacher"
-            ), name
+            alone = name.endswith(("sft_data", "sft_teacher", "sft_teacher_long", "grpo"))  # without a teacher
+            assert config.distillation.enabled == (not alone or name == "compress-sft_teacher"), name
             answers = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
             assert answers == {"cuda": 256, "cpu": 32}[device] or name.startswith("compress"), name
     assert len(set(found.values())) == len(found)
