@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, device_name, tail
-from results_methods import ACTOR, ON_DEMO, REGIMES, ROLLOUT, RUNS, Method, Regime, Setting
+from results_methods import ACTOR, ON_DEMO, REGIMES, ROLLOUT, RUNS, VALIDATIONS, Method, Regime, Setting
 from results_report import COLUMNS, is_validation, read, read_all, report
 
 from hybrid_gkd.config.loading import load_config
@@ -68,8 +68,6 @@ BATCH = {"cuda": 256, "cpu": 32}
 """Prompts of a rollout, as in the recipe."""
 LOOK_EVERY = 1.0
 """Seconds between two looks at a run's metrics."""
-VALIDATIONS = 5
-"""Validations of a run after the first; each takes seconds that train nothing."""
 MOST_ROWS = 60
 """Rows of a stored run, validations aside."""
 
@@ -192,8 +190,8 @@ def run_command(run: Run, settings: Settings, folder: Path) -> list[str]:
         return [sys.executable, "-m", "hybrid_gkd", "--config-name", "gpu_demo", *overrides]
     return [
         sys.executable, str(Path(__file__).with_name("results_trl.py")), *overrides_of(run, settings), "--models",
-        str(settings.paths.root), "--seed", str(run.seed), "--device", settings.device, "--out", str(folder),
-        "--set", run.method.trl,
+        str(settings.paths.root), "--train", str(settings.prompts(run)), "--seed", str(run.seed), "--device",
+        settings.device, "--out", str(folder), "--set", run.method.trl,
     ]  # fmt: skip
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, replace
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MINI_BATCH_DIVISOR = {"cuda": 1, "cpu": 16}
 """Rollouts on a CPU have fewer prompts, of which the mini-batches of a setting are a part."""
+VALIDATIONS = 5
+"""Validations of a run after the first; each takes seconds that train nothing."""
 FEW = 512
 """Prompts of the regime with few."""
 
@@ -94,6 +97,8 @@ def sampled_at(temperature: float) -> Method:
     )  # fmt: skip
 
 
+VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+"""TRL's vLLM in the process of its trainer."""
 REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
     "opd": Method(title="on-policy distillation"),
@@ -116,7 +121,9 @@ MANY = {
         overrides=f"{GIVEN} distillation.on_policy_fraction=0.5",
     ),
     "grpo": GRPO,
-    "trl": Method(title="TRL's on-policy distillation", how="trl", settings=grid((5e-4,), (32,))),
+    "trl": Method(
+        title="TRL's on-policy distillation", how="trl", settings=grid((1e-3, 5e-4, 3e-4), (32,)), trl=json.dumps(VLLM)
+    ),
 }
 LENGTHS = (1.0, 0.3)
 """Supervised training needs fewer passes over few prompts, which only runs of their whole length show."""
@@ -138,6 +145,7 @@ FEW_METHODS = {
     },
     "mixed": replace(MANY["mixed"], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))),
     "grpo": GRPO,
+    "trl": MANY["trl"],
 }
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
@@ -172,8 +180,7 @@ COMPRESS_METHODS = {
     # At on-policy distillation's rate, as many steps as take the same time on an H200.
     "trl": Method(
         title=MANY["trl"].title, how="trl", settings=grid((6e-4,), (128,), (0.3,)),
-        trl='{"use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.15, '
-        '"gradient_accumulation_steps": 4}',
+        trl=json.dumps(VLLM | {"vllm_gpu_memory_utilization": 0.15, "gradient_accumulation_steps": 4}),
     ),
 }
 REGIMES = {

@@ -7,13 +7,14 @@
 `--gold` is GOLDTrainer, for a teacher with another tokenizer, and one of its two ways to merge tokens; else
 DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe. Both
 generate by transformers, which is compared at equal tokens, or by vLLM (`--set '{"use_vllm": true}'`) where TRL takes
-the version that is installed. Written for TRL 1.16. Writes OUT/metrics.jsonl; where divergences are measured, also
-the student, OUT/huggingface.
+the version that is installed, with the program's gpu_memory_utilization and engine_kwargs.vllm. Written for TRL 1.16.
+Writes OUT/metrics.jsonl; where divergences are measured, also the student, OUT/huggingface.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peers_trl import AutocastTrainer, forward_kl, load_packed
+from results_methods import VALIDATIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
+from trl.generation import vllm_generation
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
@@ -34,8 +37,6 @@ from hybrid_gkd.demo.models import greedy_answers
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.scoring.builtin_rewards import exact_match, gsm8k
 
-VALIDATIONS, COMPARISONS = 20, 4
-"""Validations of a run by right answers, and by the divergence from the teacher, each a process that loads both."""
 MESSAGES = (("prompt", "user", "prompt"), ("completion", "assistant", "answer"))
 """Names in TRL, roles, and columns of the rows. GOLD asks for completions, and replaces them by its student's."""
 
@@ -59,7 +60,7 @@ class Recorder(TrainerCallback):
                 "--data", str(paths.val), "--json", f"trainer.device={args.device}", "distillation.enabled=true",
                 f"actor_rollout_ref.teacher.model.path={paths.teacher}", *args.overrides,
             ]  # fmt: skip
-        self.every = max(1, steps_of(config) // (COMPARISONS if self.compare else VALIDATIONS))
+        self.every = max(1, steps_of(config) // VALIDATIONS)
         self.reward = exact_match if config.reward.name == "exact_match" else gsm8k
         self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
 
@@ -137,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="configuration keys, dotted.key=value")
     parser.add_argument("--models", type=Path, required=True, help="a folder that hybrid_gkd.demo gpu_demo has made")
+    parser.add_argument("--train", type=Path, help="prompts, instead of those of the folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--config-name", default="gpu_demo", help="in config/ (%(default)s)")
@@ -145,8 +147,9 @@ def main() -> None:
     parser.add_argument("--set", type=json.loads, default={}, help="further settings of TRL, JSON")
     args = parser.parse_intermixed_args()
     config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
-    paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
-    train = list(read_json_lines(paths.train))
+    paths, rollout = DemoPaths.under(args.models), config.actor_rollout_ref.rollout
+    optim = config.actor_rollout_ref.actor.optim
+    train = list(read_json_lines(args.train or paths.train))
     tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
     prompts = Dataset.from_list([
         {name: [{"role": role, "content": row[column]}] for name, role, column in MESSAGES[: 2 if args.gold else 1]}
@@ -162,7 +165,11 @@ def main() -> None:
         "max_completion_length": config.data.max_response_length, "learning_rate": optim.lr,
         "adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "weight_decay": optim.weight_decay,
         "warmup_steps": round(0.1 * steps_of(config)), "max_grad_norm": config.actor_rollout_ref.actor.grad_clip,
-    } | args.set  # fmt: skip
+    }  # fmt: skip
+    if rollout.gpu_memory_utilization is not None:
+        shared["vllm_gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **rollout.engine_kwargs.vllm)
+    shared |= args.set
     if args.gold:
         make, settings = Gold, gold(args.device, args.gold, teacher_tokenizer_name_or_path=str(paths.teacher), **shared)
     else:
