@@ -79,11 +79,12 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
     if other is not None:
         return f"{path} has another tokenizer"
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
+        hint = "; distillation.cross_tokenizer=spans aligns them" if section.cache is None else ""
         raise TeacherMismatch(
             f"{TEACHER_PATH}: teacher and student must have the same vocabulary; "
             f"teacher {path} has {len(own)} tokens (hash {tokenizer_hash(own)[:12]}), student "
             f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
-            f"(hash {tokenizer_hash(facts.tokenizer)[:12]}); distillation.cross_tokenizer=spans aligns them"
+            f"(hash {tokenizer_hash(facts.tokenizer)[:12]}){hint}"
         )
     theirs, ours = special_tokens(own), special_tokens(facts.tokenizer)
     if differ := [f"{name}: {theirs[name]!r}, {ours[name]!r}" for name in ours if theirs[name] != ours[name]]:
@@ -98,15 +99,14 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
 
 
 def check_all_stored(facts: Facts, teacher: RunTeacher, store: ScoreStore, scored_by: ScoredBy) -> None:
-    """Raise DataError for training rows of a run without a teacher that the store has no scores of."""
+    """Raise DataError for training rows of a run without a teacher that the store has no readable scores of."""
     tasks = [task for task in facts.train_prompts if task.teacher == teacher.key]
-    missing = [
-        task.row for task in tasks
-        if task.response_ids is None or not store.has(scored_by, completion_view(task, given_sample(task, 1, 0.0)))
-    ]
-    if missing:
+    given = {task.row: task for task in tasks if task.response_ids is not None}
+    readings = {row: completion_view(task, given_sample(task, 1, 0.0)) for row, task in given.items()}
+    lacking = store.missing(scored_by, readings)
+    if missing := [task.row for task in tasks if task.row not in given or task.row in lacking]:
         raise DataError(
-            f"data.train_files: {len(missing)} of {len(tasks)} rows have no scores in {teacher.section.cache} "
+            f"data.train_files: {len(missing)} of {len(tasks)} rows have no readable scores in {teacher.section.cache} "
             f"({teacher.where}.cache) of {scored_by}, first row {missing[0]}: score their completions with `python -m "
             "hybrid_gkd.teacher score` and the run's keys of data, or give the run a teacher "
             f"({teacher.where}.model.path or server_ip), which rows without a completion need"

@@ -181,8 +181,10 @@ def check_teacher(facts: Facts, teacher: RunTeacher) -> str:
     if config.teaches_itself:
         return OWN_WEIGHTS[section.source].format(decay=section.ema_decay)
     if section.cache is not None:
-        with prefix_errors("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
-            stored = len(store)
+        with prefix_errors("actor_rollout_ref.teacher.cache"):
+            opened = ScoreStore(section.cache, create=not section.is_stored)
+            with contextlib.closing(opened) as store:
+                stored = len(store)
         if section.is_stored:
             return f"not needed: {section.cache} has the scores of {stored} completions"
     if section.server_ip is not None:

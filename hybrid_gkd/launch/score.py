@@ -21,14 +21,14 @@ import torch
 from hybrid_gkd.config import Config, run_teachers
 from hybrid_gkd.config.loading import examine_config, load_config
 from hybrid_gkd.config.teachers import OF_SERVICE, UNNAMED
-from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.errors import TeacherMismatch
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.completion_file import Progress
 from hybrid_gkd.launch.teacher import connect
-from hybrid_gkd.runtime.waiting import Timeout, waiting
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer, completion_view
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
@@ -115,7 +115,7 @@ def make_config(options: argparse.Namespace) -> Config:
         "data.response_key": response_key, "trainer.logger": [], "distillation.enabled": True,
         # Null replaces the recipe's: the teacher is that of the command line.
         f"{teacher}.source": "model", f"{teacher}.model.path": options.ckpt_path, f"{teacher}.server_ip": options.addr,
-        f"{teacher}.keys": options.keys, f"{teacher}.backend": options.backend, f"{teacher}.cache": None,
+        f"{teacher}.keys": options.keys, f"{teacher}.backend": options.backend, f"{teacher}.cache": options.out,
     }  # fmt: skip
     known = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
     config = load_config([*known, *options.overrides], config_name=options.config_name)
@@ -138,13 +138,24 @@ def score(options: argparse.Namespace) -> int:
         client, check_teacher = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
         scored_by = ScoredBy(model=client.model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
-        store.add_teacher(scored_by)
+        check_one_teacher(store, scored_by)
         num_new = score_missing(store, scored_by, client, readings, facts, check_teacher)
         print(
             f"{options.out}: scores of {len(readings)} completions by {scored_by}, {num_new} of them new; "
             f"{store.num_bytes / 1e9:.3f} GB", flush=True,
         )  # fmt: skip
     return 0
+
+
+def check_one_teacher(store: ScoreStore, scored_by: ScoredBy) -> None:
+    """Raise TeacherMismatch if the store has scores of another teacher, from which a run could not choose."""
+    for each in store.teachers():
+        alike = (each.topk, each.temperature) == (scored_by.topk, scored_by.temperature)
+        if alike and (each.model.weights, each.num_ids) != (scored_by.model.weights, scored_by.num_ids):
+            raise TeacherMismatch(
+                f"--out: {store.folder} has scores of {each}, and would get those of {scored_by}; a run without a "
+                "teacher needs a store with the scores of one: score into another folder"
+            )
 
 
 @contextlib.contextmanager
@@ -184,17 +195,7 @@ def score_missing(
 
     `check` raises if the teacher has ended. Raises TeacherError.
     """
-    missing, num_read = dict[SampleId, Reading](), 0
-    with waiting("the stored scores", detail=lambda: f"{num_read} of {len(readings)} are read"):
-        for each, reading in readings.items():
-            try:
-                found = store.get(scored_by, reading)
-            except TeacherError as error:
-                logger.warning("%s: its entry is damaged and computed again: %s", reading.name, error)
-                found = None
-            if found is None:
-                missing[each] = reading
-            num_read += 1
+    missing = store.missing(scored_by, readings)
     scorer, scores = TeacherScorer(client), Scores()
     timeout = Timeout(facts.config.actor_rollout_ref.teacher.request_timeout, f"{UNNAMED}.request_timeout")
     progress = Progress(Counter(each.row for each in missing), len(readings), lambda: f"{scored_by}")

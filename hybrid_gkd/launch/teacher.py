@@ -96,7 +96,7 @@ def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, S
         tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=num_token_ids(tokenizer),
         max_sequence_length=config.max_reading_length, topk=loss.topk, temperature=loss.temperature,
     )
-    with contextlib.closing(ScoreStore(section.cache)) as store:
+    with contextlib.closing(ScoreStore(section.cache, create=False)) as store:
         yield store, stored_teacher(store, needs)
 
 

@@ -42,7 +42,8 @@ def stored_teacher(store: ScoreStore, needs: StudentNeeds) -> ScoredBy:
     if len(fitting) > 1:
         raise TeacherMismatch(
             f"{KEY}: {store.folder} has scores of several teachers: {', '.join(map(str, fitting))}; a run without a "
-            "teacher needs a store with the scores of one"
+            "teacher needs a store with the scores of one: score into another folder (python -m hybrid_gkd.teacher "
+            "score)"
         )
     # The limits of a service do not apply.
     limits = {"max_topk": needs.topk, "max_sequence_length": needs.max_sequence_length}
@@ -65,8 +66,6 @@ class CachedTeacher:
         self.store, self.scored_by, self.client = store, scored_by, client
         self._counts = TeacherMetrics()
         self._is_full = False
-        if client is not None:
-            store.add_teacher(scored_by)
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         """Queue readings for scoring as `TeacherClient.submit` does; stored scores are available immediately."""
@@ -98,7 +97,9 @@ class CachedTeacher:
         return completed_future(found)
 
     def _missing(self, reading: Reading) -> Future[TopK]:
-        what = "has no scores in" if reading.keep else "is not a given completion, and there is no teacher besides"
+        what = "has no readable scores in" if reading.keep else (
+            "is not a given completion, and there is no teacher besides"
+        )
         future: Future[TopK] = Future()
         future.set_exception(TeacherError(
             f"{reading.name} {what} {self.store.folder} ({KEY}) of {self.scored_by}: score it with `python -m "

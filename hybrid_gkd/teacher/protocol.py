@@ -341,7 +341,7 @@ def decode_arrays(message: AnyMessage, frames: ListLike[Buffer]) -> list[np.ndar
         if len(frame) != num_bytes:
             raise ProtocolError(f"array {index}: {len(frame)} bytes arrived, its shape {spec.shape} needs {num_bytes}")
         if zlib.crc32(frame) != spec.crc32:
-            raise ProtocolError(f"array {index}: checksum mismatch, the data was damaged in transit")
+            raise ProtocolError(f"array {index}: checksum mismatch, the data was damaged")
         arrays.append(np.frombuffer(frame, dtype).reshape(spec.shape))
     return arrays
 

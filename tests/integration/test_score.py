@@ -106,7 +106,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
         first = facts.train_prompts[0]
         mask = np.arange(len(first.token_ids) + 2) >= len(first.token_ids)
         task = dataclasses.replace(first, response_ids=np.array([1, 2], np.int32), loss_mask=mask)
-        with pytest.raises(TeacherError, match=r"^row 1, sample 0 has no scores in"):
+        with pytest.raises(TeacherError, match=r"^row 1, sample 0 has no readable scores in"):
             take(scorer, [(task, given_sample(task, 1, 0.0))])
     assert found.keys() == expected.keys()
     for each, scores in found.items():
@@ -150,7 +150,8 @@ def test_rows_without_scores_are_found_before_a_run_without_a_teacher(folder, se
     facts = Facts(config_of(folder, f"actor_rollout_ref.teacher.cache={folder / 'store'}", *more))
     for check in (inputs.student, inputs.files, inputs.data):
         check(facts)
-    with pytest.raises(DataError, match=rf"^data\.train_files: {missing} have no scores in .*store .*, first row 1: "):
+    rule = rf"^data\.train_files: {missing} have no readable scores in .*store .*, first row 1: "
+    with pytest.raises(DataError, match=rule):
         check_compatibility(facts)
 
 
@@ -174,6 +175,8 @@ def test_answers_that_cannot_be_scored_are_named(folder, monkeypatch):
         (["--response-key=answer"], r"no row has a completion in the column 'answer'"),
         (["data.max_response_length=9", "data.filter_overlong_prompts=false"], "row 6: the response has 10 tokens"),
         (["distillation.topk=0"], "distillation.topk: must be above 0"),
+        (["distillation.candidates=union"], r"distillation.candidates: must be teacher with .*teacher\.cache"),
+        (["distillation.cross_tokenizer=spans"], r"must be null with distillation.cross_tokenizer=spans; got "),
     ):
         with pytest.raises(Exception, match=message):
             score.score(score.parse(arguments(folder, f"--ckpt-path={folder / 'teacher'}", *more)))
@@ -212,6 +215,8 @@ def test_a_run_trains_on_a_store_without_any_teacher(folder, service, tmp_path):
 
 
 def test_a_cache_that_cannot_be_opened_is_named_by_its_key(folder):
-    facts = Facts(config_of(folder, "actor_rollout_ref.teacher.cache=/proc/nowhere"))
-    with pytest.raises(TeacherError, match=r"^actor_rollout_ref\.teacher\.cache: /proc/nowhere: cannot be opened"):
-        inputs.teacher(facts)
+    cache = "actor_rollout_ref.teacher.cache=/proc/nowhere"
+    live = f"actor_rollout_ref.teacher.model.path={folder / 'teacher'}"
+    for more, message in (([], " has no scores; create them"), ([live], ": cannot be opened")):
+        with pytest.raises(TeacherError, match=rf"^actor_rollout_ref\.teacher\.cache: /proc/nowhere{message}"):
+            inputs.teacher(Facts(config_of(folder, cache, *more), device="cpu"))

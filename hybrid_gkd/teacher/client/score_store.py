@@ -10,24 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.types import Reading, TopK
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
 FILE = "scores.sqlite3"
 BUSY_SECONDS = 30.0
 """Timeout of waiting for another process that writes."""
+NOT_WRITABLE = "; its folder must be writable, also to read it"
+DAMAGED = "; the file is damaged: delete it, and its completions are scored again"
+REMEDIES = {
+    sqlite3.SQLITE_CANTOPEN: NOT_WRITABLE, sqlite3.SQLITE_READONLY: NOT_WRITABLE,
+    sqlite3.SQLITE_CORRUPT: DAMAGED, sqlite3.SQLITE_NOTADB: DAMAGED,
+}  # fmt: skip
+"""What is added to errors of SQLite, by their primary code."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS teachers (
     weights TEXT, topk INTEGER, temperature REAL, num_ids INTEGER, model TEXT,
@@ -73,15 +86,20 @@ class ScoreStore:
     """Store of scores in a folder. Thread-safe; must be closed.
 
     Args:
-        folder: folder of the store, created if missing.
+        folder: folder of the store.
         max_bytes: file size above which nothing is added.
+        create: create the store if it is missing.
 
-    Raises TeacherError: it cannot be opened.
+    Raises TeacherError: it cannot be opened, or is missing.
     """
 
-    def __init__(self, folder: str | Path, max_bytes: float = float("inf")):
+    def __init__(self, folder: str | Path, max_bytes: float = float("inf"), *, create: bool = True):
         self.folder, self.max_bytes = Path(folder).expanduser(), max_bytes
         self._lock = threading.Lock()
+        self._recorded = set[tuple[Any, ...]]()
+        """Teachers that are in the table."""
+        if not create and not (self.folder / FILE).exists():
+            raise TeacherError(f"{self.folder} has no scores; create them: python -m hybrid_gkd.teacher score")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(
@@ -91,6 +109,7 @@ class ScoreStore:
                 self._database.execute("PRAGMA journal_mode=WAL")
                 self._database.execute("PRAGMA synchronous=NORMAL")
                 self._database.executescript(SCHEMA)
+            self._inode = os.stat(self.folder / FILE).st_ino
         except (OSError, sqlite3.Error) as error:
             raise TeacherError(f"{self.folder}: cannot be opened as a store of scores: {error}") from error
 
@@ -100,7 +119,9 @@ class ScoreStore:
         try:
             yield
         except sqlite3.Error as error:
-            raise TeacherError(f"{self.folder / FILE} {what}: {error}") from error
+            code = getattr(error, "sqlite_errorcode", 0)  # errors of Python's module have none
+            remedy = REMEDIES.get(code & 0xFF, "")  # the other bits are details
+            raise TeacherError(f"{self.folder / FILE} {what}: {error}{remedy}") from error
 
     def close(self) -> None:
         with self._lock:
@@ -130,27 +151,26 @@ class ScoreStore:
         except msgspec.DecodeError as error:
             raise TeacherError(f"{self.folder / FILE}: cannot decode the description of a teacher: {error}") from error
 
-    def add_teacher(self, scored_by: ScoredBy) -> None:
-        """Record a teacher before its scores are added. Raises TeacherError."""
-        model = scored_by.model
-        described = msgspec.json.encode(model).decode()
-        values = (model.weights, scored_by.topk, scored_by.temperature, scored_by.num_ids, described)
-        with self._lock, self._errors("cannot be written"):
-            self._database.execute("INSERT OR IGNORE INTO teachers VALUES (?, ?, ?, ?, ?)", values)
-
-    def has(self, scored_by: ScoredBy, reading: Reading) -> bool:
-        """Return whether there is an entry for a reading, without reading its scores. Raises TeacherError."""
-        return self._select("1", scored_by, reading) is not None
-
-    def _select(self, columns: str, scored_by: ScoredBy, reading: Reading) -> Any:
-        """Return columns of a reading's entry, None without one. Raises TeacherError."""
-        query, key = f"SELECT {columns} FROM entries WHERE key = ?", scored_by.key(reading)
-        with self._lock, self._errors("cannot be read"):
-            return self._database.execute(query, (key,)).fetchone()
+    def missing(self, scored_by: ScoredBy, readings: Mapping[T, Reading]) -> dict[T, Reading]:
+        """Return the readings without scores; damaged entries are logged and count as missing."""
+        found, num_read = dict[T, Reading](), 0
+        with waiting("the stored scores", detail=lambda: f"{num_read} of {len(readings)} are read"):
+            for name, reading in readings.items():
+                try:
+                    scores = self.get(scored_by, reading)
+                except TeacherError as error:
+                    log.warning("%s: its entry in %s is damaged: %s", reading.name, self.folder, error)
+                    scores = None
+                if scores is None:
+                    found[name] = reading
+                num_read += 1
+        return found
 
     def get(self, scored_by: ScoredBy, reading: Reading) -> TopK | None:
         """Return the scores of a reading; None without an entry. Raises TeacherError: the entry is damaged."""
-        row = self._select("scores", scored_by, reading)
+        query = "SELECT scores FROM entries WHERE key = ?"
+        with self._lock, self._errors("cannot be read"):
+            row = self._database.execute(query, (scored_by.key(reading),)).fetchone()
         if row is None:
             return None
         try:
@@ -166,12 +186,30 @@ class ScoreStore:
         return scores
 
     def put(self, scored_by: ScoredBy, reading: Reading, scores: TopK) -> bool:
-        """Store scores, replacing older ones; return False if the store is full. Raises TeacherError."""
+        """Store scores, replacing older ones; return False if the store is full. Raises TeacherError.
+
+        The first scores of a teacher record it, so that a teacher without scores is not one of the store.
+        """
+        if not self._is_there():
+            raise TeacherError(f"{self.folder / FILE} was deleted or replaced while it was in use")
         if self.num_bytes >= self.max_bytes:
             return False
         result = protocol.ScoreResult(id="stored", attempt=0, server=f"the store {self.folder}")
         frames = map(bytes, protocol.encode_message(result, protocol.result_arrays([scores])))
         blob = msgspec.msgpack.encode(list(frames))
+        model = scored_by.model
+        teacher = (model.weights, scored_by.topk, scored_by.temperature, scored_by.num_ids)
         with self._lock, self._errors("cannot be written"):
+            if teacher not in self._recorded:
+                described = msgspec.json.encode(model).decode()
+                self._database.execute("INSERT OR IGNORE INTO teachers VALUES (?, ?, ?, ?, ?)", (*teacher, described))
+                self._recorded.add(teacher)
             self._database.execute("INSERT OR REPLACE INTO entries VALUES (?, ?)", (scored_by.key(reading), blob))
         return True
+
+    def _is_there(self) -> bool:
+        """Return whether the open file is still that of the folder; SQLite would go on in a deleted one."""
+        try:
+            return os.stat(self.folder / FILE).st_ino == self._inode
+        except FileNotFoundError:
+            return False

@@ -27,7 +27,7 @@ from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, tokenizer
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.testing import LocalTeacher, make_tiny_model, tail_of
-from hybrid_gkd.types import Task, TopK
+from hybrid_gkd.types import Reading, Task, TopK
 
 OTHER = "{% for m in messages %}<s>{{ m.content }}{% endfor %}A:"
 
@@ -196,7 +196,13 @@ def test_scores_in_a_store_are_for_a_tokenizer_with_unused_ids(tmp_path):
         tokenizer_hash=tokenizer_hash(tokenizer), max_sequence_length=9999, any_temperature=True, weights="w",
     )  # fmt: skip
     with contextlib.closing(ScoreStore(tmp_path / "s")) as store:
-        store.add_teacher(ScoredBy(model=model, topk=64, temperature=1.0, num_ids=num_token_ids(tokenizer)))
+        scored_by = ScoredBy(model=model, topk=64, temperature=1.0, num_ids=num_token_ids(tokenizer))
+        logprobs = np.full((1, 64), -5, np.float32)
+        scores = TopK(
+            ids=np.arange(64, dtype=np.int32)[None], logprobs=logprobs, tail_logprobs=tail_of(logprobs),
+            sampled_logprobs=logprobs[:, 0],
+        )  # fmt: skip
+        store.put(scored_by, Reading(token_ids=np.arange(3), positions=np.array([2])), scores)
     config = load_config([
         "data.train_files=x", "actor_rollout_ref.model.path=x", f"actor_rollout_ref.teacher.cache={tmp_path}/s",
         "data.response_key=response",

@@ -1,11 +1,14 @@
 """Scores on disk: what belongs to which teacher, what is looked up, and what damage, kills and full disks do."""
 
+import contextlib
 import dataclasses
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -84,6 +87,11 @@ def results(teacher, readings):
 
 def get(store, reading, scored_by=SCORED_BY):
     return store.get(scored_by, reading)
+
+
+def keep(store, scored_by):
+    """Store the scores of a reading by a teacher."""
+    store.put(scored_by, reading(0, 7), scores_of(reading(0, 7)))
 
 
 def damage(store, change):
@@ -214,7 +222,7 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
     alone = CachedTeacher(store, stored_teacher(store, NEEDS), client=None)
     kept, missing, drawn = alone.submit([reading(0, 7), reading(6, 7), reading(0, 7, status="stop")])
     expect_same(kept.result(0), scores_of(reading(0, 7)))
-    with pytest.raises(TeacherError, match=r"^row 7, sample 0 has no scores in .*store .*teacher score.*model.path"):
+    with pytest.raises(TeacherError, match=r"^row 7, sample 0 has no readable scores in .*store .*score.*model.path"):
         missing.result(0)
     with pytest.raises(TeacherError, match=r"^row 1, sample 0 is not a given completion, and there is no teacher bes"):
         drawn.result(0)
@@ -233,7 +241,7 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
 def test_the_handshake_with_a_store(store, changed, message):
     with pytest.raises(TeacherMismatch, match=r"has no scores; create them: python -m hybrid_gkd.teacher score"):
         stored_teacher(store, NEEDS)
-    store.add_teacher(SCORED_BY)
+    keep(store, SCORED_BY)
     assert stored_teacher(store, NEEDS) == SCORED_BY
     with pytest.raises(TeacherMismatch, match=message):
         stored_teacher(store, dataclasses.replace(NEEDS, **changed))
@@ -243,15 +251,18 @@ def test_the_limits_of_a_service_are_not_those_of_its_scores(store):
     """The same weights, served in another way, are the same teacher."""
     for length in (8, 32):
         model = msgspec.structs.replace(MODEL, max_sequence_length=length, max_topk=K, backend=f"b{length}")
-        store.add_teacher(dataclasses.replace(SCORED_BY, model=model))
+        keep(store, dataclasses.replace(SCORED_BY, model=model))
     assert stored_teacher(store, NEEDS).model.max_sequence_length == 8
 
 
 def test_a_store_of_two_teachers_has_to_be_asked_through_one(store):
     for weights in ("w", "x"):
         model = msgspec.structs.replace(MODEL, weights=weights, model=f"teacher {weights}")
-        store.add_teacher(dataclasses.replace(SCORED_BY, model=model))
-    with pytest.raises(TeacherMismatch, match=r"several teachers: teacher w .*, teacher x"):
+        scored_by = dataclasses.replace(SCORED_BY, model=model)
+        CachedTeacher(store, scored_by, client=asked_of()[0])
+        assert len(store.teachers()) == (weights == "x")  # one that has scored nothing is none of the store
+        keep(store, scored_by)
+    with pytest.raises(TeacherMismatch, match=r"several teachers: teacher w .*, teacher x .*into another folder"):
         stored_teacher(store, NEEDS)
 
 
@@ -277,10 +288,52 @@ def test_a_file_that_is_no_store_is_refused(tmp_path):
         ScoreStore(tmp_path / FILE / "below")
 
 
+def test_a_store_that_is_deleted_in_use_takes_no_more_and_says_so(store, caplog):
+    client, asked = asked_of()
+    teacher = CachedTeacher(store, SCORED_BY, client=client)
+    results(teacher, [reading(0, 7)])
+    shutil.rmtree(store.folder)
+    for row in (1, 2):
+        expect_same(*results(teacher, [reading(row, 7)]), scores_of(reading(row, 7)))
+    assert caplog.text.count(f"{FILE} was deleted or replaced while it was in use") == 1
+    assert len(asked) == 3
+
+
+def test_damaged_pages_are_found_and_the_error_says_what_to_do(store):
+    given = {row: reading(row, *range(40)) for row in range(200)}
+    for each in given.values():
+        store.put(SCORED_BY, each, scores_of(each))
+    store.close()
+    file = store.folder / FILE
+    content = bytearray(file.read_bytes())
+    for page in range(3, len(content) // 4096, 7):
+        content[page * 4096 : page * 4096 + 400] = bytes(range(100)) * 4
+    file.write_bytes(content)
+    with contextlib.closing(ScoreStore(store.folder)) as again:
+        lacking = again.missing(SCORED_BY, given)
+        assert 0 < len(lacking) <= len(given)
+        rule = "malformed; the file is damaged: delete it, and its completions are scored again"
+        with pytest.raises(TeacherError, match=rule):
+            [again.put(SCORED_BY, given[row], scores_of(given[row])) for row in lacking]
+
+
+def test_reading_creates_no_store(tmp_path):
+    with pytest.raises(TeacherError, match=r"nothing has no scores; create them: python -m hybrid_gkd.teacher score"):
+        ScoreStore(tmp_path / "nothing", create=False)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_as_the_reason(tmp_path, monkeypatch):
+    error = sqlite3.OperationalError("unable to open database file")
+    error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+    monkeypatch.setattr(sqlite3, "connect", mock.Mock(return_value=mock.Mock(execute=mock.Mock(side_effect=error))))
+    with pytest.raises(TeacherError, match="unable to open database file; its folder must be writable, also to read"):
+        ScoreStore(tmp_path)
+
+
 def write_for_ever(folder):
     """Run in a process of its own."""
     store = ScoreStore(folder)
-    store.add_teacher(SCORED_BY)
     for row in range(10**6):
         given = reading(row, *range(row % 40 + 1))
         store.put(SCORED_BY, given, scores_of(given))
