@@ -278,9 +278,9 @@ class RolloutConfig:
     """Size of the buckets in which weights are gathered and published, MiB in the engine's type; smaller ones save
     memory."""
     end_repetitions: int | None = field(default=None, metadata=rules.ABOVE_ONE)
-    """End a response when a pattern of up to 32 tokens has been repeated this often; null: never. Such a response is
-    trained on like a truncated one, and counted (response/ended_fraction). vLLM only; slower, since each token is
-    checked."""
+    """End a response when a pattern of 1 to 32 tokens has been repeated this often; null: never. Such a response is
+    trained on like a truncated one, and counted (response/ended_fraction). Not in validation. vLLM only; slower, since
+    each token is checked."""
     verify_weights: bool = False
     """Compare all of the engine's weights with the actor's after every publish; a difference ends the run."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)

@@ -103,7 +103,9 @@ def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
         return 1
     except (KeyboardInterrupt, SystemExit) as ended:  # Ray replaces one that is raised while it waits by SystemExit(1)
         if stopping.exit_code is None:
-            print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
+            by_ray = getattr(ended, "ray_terminate_msg", None)
+            reason = f"Ray ended the run: {by_ray}" if by_ray else f"the run was ended by {ended!r}"
+            print(f"error: {reason}", file=sys.stderr)
             return 1
     if stopping.exit_code is not None:
         print(f"ended by {stopping.signal_name}; all processes of this run are stopped", file=sys.stderr)

@@ -55,15 +55,17 @@ def compute_weights(row: TokenWeights, signals: TokenSignals, case: str = "") ->
     """
     try:
         weights = np.asarray(row.function(signals, **row.options))
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         rule = f"raised {type(error).__name__}{case}: {error}"
         raise ConfigError(KEY, rule, show_value=False) from error
     if weights.shape != (signals.length,):
         rule = f"must return one weight per token{case}, [{signals.length}]; got {list(weights.shape)}"
         raise ConfigError(KEY, rule, show_value=False)
+    if weights.dtype.kind not in "biuf":
+        raise ConfigError(KEY, f"must return real numbers{case}; got {weights.dtype}", show_value=False)
     weights = weights.astype(np.float32)
-    if not (np.isfinite(weights) & (weights >= 0)).all():
-        rule = f"must return finite weights of at least 0{case}; got {weights.min()}"
+    if (wrong := weights[~(np.isfinite(weights) & (weights >= 0))]).size:
+        rule = f"must return finite weights of at least 0{case}; got {wrong[0]}"
         raise ConfigError(KEY, rule, show_value=False)
     return weights
 

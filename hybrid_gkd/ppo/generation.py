@@ -189,5 +189,5 @@ class RolloutGenerator:
     def _sampling(self, section: RolloutConfig | ValKwargs, limit: int, *, logprobs: bool = False) -> SamplingParams:
         return SamplingParams(
             max_tokens=limit, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k,
-            logprobs=logprobs, repetitions=self.config.actor_rollout_ref.rollout.end_repetitions,
+            logprobs=logprobs, repetitions=section.end_repetitions if isinstance(section, RolloutConfig) else None,
         )

@@ -108,8 +108,8 @@ def validation_settings(config: Config, prompts: Collection[Task], learning: dic
         learning: result of `learning_settings`, with those of the teachers.
     """
     keys = (
-        "data.max_response_length", f"{ARR}.rollout.val_kwargs", f"{ARR}.rollout.end_repetitions", *REWARD,
-        *REWARD_MODEL, "distillation.topk", "distillation.temperature",
+        "data.max_response_length", f"{ARR}.rollout.val_kwargs", *REWARD, *REWARD_MODEL, "distillation.topk",
+        "distillation.temperature",
     )  # fmt: skip
     found: dict[str, Any] = json.loads(json.dumps(_values(config, keys)))
     texts = (f"{prompt.text}\n{prompt.answer}\n" for prompt in prompts)

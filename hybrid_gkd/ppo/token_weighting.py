@@ -82,7 +82,7 @@ class Weighting:
         weights = compute_weights(self._row, TokenSignals(
             token_ids=sample.trained_ids, positions=np.arange(sample.num_trained), length=sample.num_trained,
             logprobs=sample.logprobs, teacher=scores if isinstance(scores, TopK) else None,
-        ))  # fmt: skip
+        ), f" for {sample.id}")  # fmt: skip
         if self._selects:
             sample, weights = sample.only(weights > 0), weights[weights > 0]
         return sample if (weights == 1).all() else sample.with_signals(token_weights=weights)

@@ -151,10 +151,15 @@ class Actor(TrainedModel):
             batch, rows, ids, self.objective.loss_fn(signals), temperature=self.temperature, topk=topk,
             with_overlap=f"{first}.ids" in signals, overlap_mask=signals.get(f"has.{first}"), **options,
         )
+
+        def count(signal_names: tuple[str, ...], quarter: int | None) -> Tensor:
+            has_signal = any(not sample.signals.keys().isdisjoint(signal_names) for sample in micro_batch)
+            if selects and self.skips_rows and has_signal:
+                return count_rows(signals["quarter"], quarter=quarter)
+            return count_tokens(micro_batch, signal_names, self.device, quarter=quarter)
+
         counts = {
-            _count(name, names): count_rows(signals["quarter"], quarter=_quarter(name)) if selects and self.skips_rows
-            else sum(count_tokens(micro_batch, any_of, self.device, quarter=_quarter(name))
-                     for any_of in _groups(name, names))
+            _count(name, names): sum(count(any_of, _quarter(name)) for any_of in _groups(name, names))
             for name, names in self.objective.reported.items()
         }
         if self.selection is not None:

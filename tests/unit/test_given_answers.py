@@ -240,6 +240,19 @@ def test_the_teacher_and_the_cross_entropy_may_share_a_micro_batch(tmp_path):
     assert math.isfinite(row["actor/distillation/overlap_ratio"])
 
 
+def test_a_held_out_completion_that_repeats_itself_is_not_ended():
+    """It is measured as it is: an ended one would lose its answer."""
+    group, counts = RecordingGroup(), []
+    generate = group.generate
+    group.generate = lambda requests, sampling: (counts.append(sampling.repetitions), generate(requests, sampling))[1]
+    options = [
+        "data.response_key=null", "actor_rollout_ref.rollout.end_repetitions=3", "trainer.total_training_steps=1",
+        "trainer.test_freq=1", "data.val_files=unused",
+    ]  # fmt: skip
+    fit(GKDTrainer, configure("unused", *options), group, teacher=LocalTeacher(score), val_prompts=tasks(1))
+    assert counts == [None, 3, None]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -1,6 +1,7 @@
 """The exit code of a run that was ended from outside."""
 
 import signal
+import sys
 
 import pytest
 
@@ -60,6 +61,11 @@ def test_an_exit_that_ray_has_decided_on_is_an_error_with_its_reason(run, capsys
 
     assert run(end) == 1
     assert "error: Ray ended the run: the raylet died" in capsys.readouterr().err
+
+
+def test_an_exit_of_code_that_the_run_has_called_is_not_one_of_ray(run, capsys):
+    assert run(lambda config, options, stopping: sys.exit(3)) == 1
+    assert "error: the run was ended by SystemExit(3)" in capsys.readouterr().err
 
 
 def test_the_run_gets_the_keys_that_the_user_set(monkeypatch):

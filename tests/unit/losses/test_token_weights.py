@@ -16,6 +16,7 @@ from hybrid_gkd.losses.head import RowStatistics, row_statistics
 from hybrid_gkd.losses.selection import confident_wrong, highest, student_entropy
 from hybrid_gkd.losses.table import TOKEN_WEIGHTS, token_weights
 from hybrid_gkd.losses.token_weights import KEY, TokenSignals, check_token_weights, compute_weights, num_selected
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.testing import make_sample, tiny_config
 from hybrid_gkd.types import TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
@@ -91,7 +92,11 @@ BAD = {
     r"got \[\]": lambda signals: 1.0,
     "at least 0": lambda signals: np.full(signals.length, -0.5),
     "finite": lambda signals: np.full(signals.length, np.nan),
+    r"finite .*; got inf": lambda signals: np.where(signals.positions == 2, np.inf, 1),
+    "real numbers .*; got <U1": lambda signals: ["a"] * signals.length,
+    "real numbers .*; got complex128": lambda signals: np.full(signals.length, 1j),
     "raised KeyError": lambda signals: {}["x"],
+    "raised SystemExit": lambda signals: sys.exit(3),
 }
 
 
@@ -124,8 +129,13 @@ def test_a_function_is_tried_on_what_the_run_can_have(run, reason, monkeypatch):
 
 def test_an_error_of_a_function_during_the_run_names_the_key(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "tried", BAD["raised KeyError"], raising=False)
+    row = token_weights(f"{__name__}:tried", {})
     with pytest.raises(ConfigError, match=f"{KEY}: raised KeyError: 'x'"):
-        compute_weights(token_weights(f"{__name__}:tried", {}), signals(2))
+        compute_weights(row, signals(2))
+    weighting = Weighting(tiny_config())
+    weighting._row = row
+    with pytest.raises(ConfigError, match=f"{KEY}: raised KeyError for row 3, sample 0: 'x'"):
+        weighting._weighed(make_sample(2, completion=(1, 2)))
 
 
 def test_the_example_of_the_pages(tmp_path):

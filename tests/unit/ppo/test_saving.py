@@ -209,7 +209,6 @@ def test_a_resumed_run_does_not_compare_with_another_validation(tmp_path, caplog
     assert resume("distillation.topk=2", "trainer.allow_changed_config=true") == (None, others)
     for key, value in [
         ("actor_rollout_ref.rollout.val_kwargs.temperature", "0.5"), ("data.max_response_length", "4"),
-        ("actor_rollout_ref.rollout.end_repetitions", "2"),
     ]:
         assert resume(f"{key}={value}", "trainer.allow_changed_config=true") == (None, set())
         assert re.search(rf"{re.escape(key)}: \S+ -> {value}", caplog.text)

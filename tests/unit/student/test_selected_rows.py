@@ -195,6 +195,17 @@ def test_tokens_that_are_left_out_of_the_loss_are_not_selected(world):
 
 
 @pytest.mark.parametrize("name", ["position", "student_entropy"])
+def test_a_term_without_tokens_has_no_metric(world, name):
+    """Given completions without distillation.sft_coef have no cross-entropy."""
+    make, _ = world
+    config, actor = make(f"{KEY}={name}", f"{KEY}_kwargs.fraction=0.4", "data.response_key=response")
+    assert "actor/sft_loss" in actor.objective.reported
+    metrics, _ = trained(actor, with_loss_weights(config, make_samples()))
+    assert metrics["actor/kl_loss"] > 0
+    assert "actor/sft_loss" not in metrics
+
+
+@pytest.mark.parametrize("name", ["position", "student_entropy"])
 def test_another_term_keeps_all_tokens(world, head_rows, name):
     """The loss is the sum of both terms, each divided by its own number of tokens."""
     make, plain = world
