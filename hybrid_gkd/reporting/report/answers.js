@@ -123,7 +123,7 @@ function lengths() {
   }).filter(Boolean);
   const more = [curvePanel("Completion length", ["response_length/mean", "response_length/max", "response_length/min"]),
                 curvePanel("Truncated fraction", ["response_length/clip_ratio"]),
-                curvePanel("Repeated tokens", ["response/repeated_fraction"]),
+                curvePanel("Repeated tokens; completions ended for repetition", ["response/repeated_fraction", "response/ended_fraction"]),
                 curvePanel("Held-out completion length", ["val/response_length"]),
                 curvePanel("Held-out truncated fraction", ["val/response_length/clip_ratio"])].filter(Boolean);
   const all = [...found, ...more];

@@ -185,6 +185,9 @@ def test_a_panel_of_the_page_has_metrics_of_one_unit():
     panels = re.findall(r'^    \["([^"]+)", \[(.+)\]\],$', script, re.MULTILINE)
     assert len(panels) > 30
     filled = {re.sub(r"<\w+>", "kl_loss", re.sub("@[nk]$", "@4", name)): unit for name, (unit, _) in METRICS.items()}
+    shown = " ".join(metrics for _, metrics in panels)
+    for name in ("teacher/end_logprob", "actor/kl_loss/last_update", "actor/distillation/entropy_gap"):
+        assert f'"{name}"' in shown  # what shows that a run goes wrong is no plot among many
     for title, metrics in panels:
         names = re.findall(r'"([^"]+)"', metrics)
         patterns = [each.replace(r"\/", "/") for each in re.findall(r"/(\^.+?\$)/", metrics)]
