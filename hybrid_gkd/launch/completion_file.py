@@ -30,6 +30,11 @@ BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
 """Seconds between two progress updates: on a terminal, and in a log file."""
 
 
+def files_of(path: Path) -> tuple[Path, Path, Path]:
+    """Return the files of the kept and of the rejected completions, and that of the arguments."""
+    return path, path.with_name(f"{path.name}.rejected"), path.with_name(f"{path.name}.json")
+
+
 class CompletionFile:
     """Completions on disk, locked for one process at a time; call `close` at the end.
 
@@ -37,11 +42,12 @@ class CompletionFile:
         path: file of the kept completions.
         arguments: JSON values that the completions depend on, by option name.
 
-    Raises DataError: another process holds the file, it was made with other arguments, or a line is malformed.
+    Raises DataError: another process holds the file, it was made with other arguments, a line is malformed, or one of
+    the files is not of this command; that is left as it is.
     """
 
     def __init__(self, path: Path, arguments: Mapping[str, Any]):
-        self.path, self.rejected_path = path, path.with_name(f"{path.name}.rejected")
+        self.path, self.rejected_path, self._sidecar = files_of(path)
         self.done: set[tuple[int, int]] = set()
         """Row and number of each completion in the files."""
         self.num_kept = 0
@@ -53,16 +59,17 @@ class CompletionFile:
             raise DataError(f"--out {path}: cannot be written: {error}") from error
 
     def _open(self, arguments: Mapping[str, Any]) -> None:
+        if (begun := self._begun()) and not self._sidecar.exists():  # which the lock would create
+            raise self._foreign(begun[0])
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        sidecar = self.path.with_name(f"{self.path.name}.json")
-        self._lock = open(sidecar, "a+", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+        self._lock = open(self._sidecar, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
             raise DataError(f"--out {self.path}: another process is writing it") from error
         try:
-            self._check_arguments(sidecar, arguments)
+            self._check_arguments(arguments)
             for line in self._lines(self.path):
                 self.done.add((line[ROW], line[SAMPLE]))
                 self.num_kept += 1
@@ -74,22 +81,33 @@ class CompletionFile:
             self._lock.close()
             raise
 
-    def _check_arguments(self, sidecar: Path, arguments: Mapping[str, Any]) -> None:
+    def _begun(self) -> list[Path]:
+        """Return the files of completions that have some."""
+        return [path for path in (self.path, self.rejected_path) if path.exists() and path.stat().st_size]
+
+    def _foreign(self, path: Path) -> DataError:
+        rule = f"exists, but not as a file of this command, which keeps its arguments in {self._sidecar.name}"
+        return DataError(f"--out {self.path}: {path.name} {rule}; use another file")
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Compare the arguments with those of the existing files, or store them for new files."""
+        stored = json.dumps(arguments, indent=2, ensure_ascii=False) + "\n"
         self._lock.seek(0)
-        text = self._lock.read()
-        begun = [path for path in (self.path, self.rejected_path) if path.exists() and path.stat().st_size]
-        if not begun:  # the sidecar may be incomplete, but no completion depends on it
+        text, begun = self._lock.read(), self._begun()
+        try:
+            before = json.loads(text)
+        except ValueError:
+            before = None
+        is_known = isinstance(before, dict) and bool(before.keys() & arguments.keys())
+        is_cut = not begun and stored.startswith(text)  # empty, or of a process that was killed while it wrote
+        if not is_known and not is_cut:
+            raise self._foreign((begun or [self._sidecar])[0])
+        if not begun:
             self._lock.truncate(0)
-            self._lock.write(json.dumps(arguments, indent=2, ensure_ascii=False) + "\n")
+            self._lock.write(stored)
             self._lock.flush()
             os.fsync(self._lock.fileno())
             return
-        try:
-            before = json.loads(text)
-        except ValueError as error:
-            rule = f"exists, but {sidecar.name} does not contain the arguments that it was made with; use another file"
-            raise DataError(f"--out {self.path}: {begun[0].name} {rule}") from error
         for name in dict.fromkeys([*arguments, *before]):
             if before.get(name) != arguments.get(name):
                 raise DataError(

@@ -27,11 +27,11 @@ from hybrid_gkd.compat.vllm.architectures import cannot_be_split
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.given import FINISH_REASON
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
-from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
+from hybrid_gkd.data.tables import EveryColumn, Source, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error, rename_section
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
-from hybrid_gkd.launch.completion_file import ROW, SAMPLE, CompletionFile, Progress
+from hybrid_gkd.launch.completion_file import ROW, SAMPLE, CompletionFile, Progress, files_of
 from hybrid_gkd.launch.data_checks import check_data_sources, check_right_answers
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.fingerprint import fingerprint
@@ -192,6 +192,8 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
         prompt_key=options.prompt_key, answer_key=options.answer_key, data_source_key=options.reward_fn_key,
         extra_info=":" in (options.reward or ""),
     )
+    sources = find_sources(options.files, key)
+    check_outputs(options, sources)
     tables = read_rows(options.files, columns, key=key)
     tasks = make_prompts(
         tables, key=key, tokenizer=tokenizer, max_prompt_length=2**31, truncation="error",
@@ -202,6 +204,14 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     )))  # fmt: skip
     check_columns(rows, options)
     return Inputs(tokenizer, ends, filter_by_length(tasks, options), rows)
+
+
+def check_outputs(options: argparse.Namespace, sources: list[Source]) -> None:
+    """Raise ConfigError if a file that this command writes is one of the FILEs, or in a folder of them."""
+    for path, source in itertools.product(files_of(Path(options.out)), sources):
+        if path.resolve().is_relative_to(Path(source.name).expanduser().resolve()):
+            rule = f"must not be written where prompts are read: {path} belongs to FILE {source.name!r}"
+            raise ConfigError("--out", rule, options.out)
 
 
 def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -81,17 +81,45 @@ def test_other_arguments_are_refused_by_name(path, changed, message):
 def test_a_file_without_answers_takes_any_arguments(path):
     """Killed between the first line of arguments and the first answer."""
     opened(path).close()
-    path.with_name("answers.jsonl.json").write_text('{"--n"', encoding="utf-8")
     opened(path, **{"--temperature": 1.0}).close()
-    assert json.loads(path.with_name("answers.jsonl.json").read_text(encoding="utf-8"))["--temperature"] == 1.0
+    sidecar = path.with_name("answers.jsonl.json")
+    assert json.loads(sidecar.read_text(encoding="utf-8"))["--temperature"] == 1.0
 
 
-def test_files_of_something_else_are_refused(path):
+@pytest.mark.parametrize("size", [0, 7])
+def test_arguments_cut_by_a_kill_are_written_again_by_the_same_command(path, size):
+    opened(path).close()
+    sidecar = path.with_name("answers.jsonl.json")
+    whole = sidecar.read_bytes()
+    sidecar.write_bytes(whole[:size])
+    opened(path).close()
+    assert sidecar.read_bytes() == whole
+
+
+@pytest.mark.parametrize("suffix", ["", ".rejected"])
+def test_completions_of_something_else_are_refused_and_nothing_is_left_behind(path, suffix):
     path.parent.mkdir()
-    path.write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"answers.jsonl.json does not contain the arguments that it was made with"):
+    (other := path.with_name(path.name + suffix)).write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
+    rule = "exists, but not as a file of this command, which keeps its arguments in answers.jsonl.json; use another"
+    with pytest.raises(DataError, match=rf"--out .*: {other.name} {rule}"):
         opened(path)
-    path.unlink()
+    assert [*path.parent.iterdir()] == [other]
+    assert other.read_text(encoding="utf-8") == '{"prompt": "2 + 2"}\n'
+
+
+@pytest.mark.parametrize("has_completions", [False, True])
+@pytest.mark.parametrize("content", [b'{"prompt": "a"}', b'{"prompt": "a"}\n{"prompt": "b"}\n', b"[]", b"\xff"])
+def test_a_file_of_something_else_in_place_of_the_arguments_is_refused_and_kept(path, content, has_completions):
+    path.parent.mkdir()
+    if has_completions:
+        path.write_text(json.dumps(line(1, 0)) + "\n", encoding="utf-8")
+    (other := path.with_name("answers.jsonl.json")).write_bytes(content)
+    with pytest.raises(DataError, match=r"--out .* exists, but not as a file of this command.* in answers.jsonl.json"):
+        opened(path)
+    assert other.read_bytes() == content
+
+
+def test_lines_of_something_else_are_refused(path):
     opened(path).close()
     path.write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
     with pytest.raises(DataError, match="line 1: must be an object with row and sample"):
@@ -189,6 +217,27 @@ def test_a_reward_of_a_whole_rollout_is_refused(parsed, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^--reward: must score one completion at a time"):
         generate.generate(parsed(f"--reward={tmp_path}/mine.py:f", "--answer-key=a", rows=[{"prompt": "a", "a": "4"}]))
+
+
+@pytest.mark.parametrize(
+    ("file", "out", "written"),
+    [
+        ("set/train.json", "set/train", "set/train.json"),
+        ("set/train.json", "set/train.json", "set/train.json"),
+        ("set/*.json", "set/train", "set/train.json"),
+        ("set", "set/more/answers.jsonl", "set/more/answers.jsonl"),
+        ("set/train.json", "link", "link.json"),
+    ],
+)
+def test_a_file_of_prompts_is_not_overwritten(model, tmp_path, monkeypatch, file, out, written):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    (prompts := tmp_path / "set" / "train.json").write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
+    (tmp_path / "link.json").symlink_to("set/train.json")
+    with pytest.raises(ConfigError, match=rf"^--out: must not be .*: {written} belongs to FILE 'set.*'; got '{out}'"):
+        generate.generate(generate.parse([file, f"--ckpt-path={model}", f"--out={out}", "--max-tokens=16"]))
+    assert [*(tmp_path / "set").iterdir()] == [prompts]
+    assert prompts.read_text(encoding="utf-8") == '{"prompt": "2 + 2"}\n'
 
 
 def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
