@@ -65,6 +65,8 @@ OPTION_NAMES = {
     "reward.name": "--reward",
 }  # fmt: skip
 """Configuration key -> the argument of this command that stands for it in messages."""
+OWN_COLUMNS = (FINISH_REASON, ROW, SAMPLE, "reward", "rejected")
+"""Columns that this command writes beside the completion."""
 SEQUENCES_ON_A_GPU = 1024
 """`max_num_seqs` on a GPU; the KV cache limits large models to fewer."""
 CUT_FRACTION = 0.05
@@ -114,6 +116,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--top-p and --top-k need a --temperature above 0, which is greedy")
     if options.top_k == 0 or options.top_k < -1:
         parser.error(f"--top-k must be -1 or at least 1, got {options.top_k}")
+    if options.response_key in OWN_COLUMNS:
+        rule = f"must not be {', '.join(OWN_COLUMNS)}, which this command writes beside the completion"
+        parser.error(f"--response-key {rule}; got {options.response_key}")
     if options.seed < 0:
         parser.error(f"--seed must not be negative, got {options.seed}")
     if options.reward is not None and options.reward not in REWARDS and ":" not in options.reward:
@@ -216,7 +221,7 @@ def check_outputs(options: argparse.Namespace, sources: list[Source]) -> None:
 
 def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Raise DataError if a column would be overwritten, or has a value that JSON cannot represent."""
-    added = [options.response_key, FINISH_REASON, ROW, SAMPLE, *(["reward"] if options.reward else []), "rejected"]
+    added = [options.response_key, *(name for name in OWN_COLUMNS if options.reward or name != "reward")]
     for number, row in enumerate(rows, 1):
         if taken := [name for name in added if name in row]:
             hint = "; --response-key sets another name" if taken[0] == options.response_key else ""

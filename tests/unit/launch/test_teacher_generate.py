@@ -178,6 +178,11 @@ def parsed(tmp_path, model):
         (["--engine-kwargs={vllm"], "--engine-kwargs: must be a JSON object (Expecting property name"),
         (["--apply-chat-template-kwargs=[]"], "--apply-chat-template-kwargs: must be a JSON object, got []"),
         (['--engine-kwargs={"vlllm": {}}'], "--engine-kwargs: the only engine is vllm, got arguments of vlllm"),
+        (["--response-key=row"], "--response-key must not be finish_reason, row, sample, reward, rejected, which"),
+        (["--response-key=finish_reason"], "beside the completion; got finish_reason"),
+        (["--response-key=sample"], "beside the completion; got sample"),
+        (["--response-key=reward"], "beside the completion; got reward"),
+        (["--response-key=rejected"], "beside the completion; got rejected"),
         (["--turns=x"], "unrecognized arguments: --turns=x"),
     ],
 )
