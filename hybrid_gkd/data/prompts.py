@@ -266,7 +266,7 @@ def _read_rows(source: Source, where: str, columns: Columns, entry: int, weight:
     chats = [name for name in dict.fromkeys(columns_of_chats) if name is not None]
     if source.of_arrow:
         rows = [
-            {name: _without_nulls(value) if name in (*chats, TOOLS) else value for name, value in row.items()}
+            {name: without_nulls(value) if name in (*chats, TOOLS) else value for name, value in row.items()}
             for row in rows
         ]
     for name in chats:
@@ -368,12 +368,12 @@ def _tools(value: object, where: str) -> Tools:
     return found or None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Remove null fields at any depth."""
     if isinstance(value, list):
-        return [_without_nulls(part) for part in value]
+        return [without_nulls(part) for part in value]
     if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return value
 
 

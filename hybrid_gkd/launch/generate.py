@@ -26,7 +26,7 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.architectures import cannot_be_split
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.given import FINISH_REASON
-from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
+from hybrid_gkd.data.prompts import EXTRA_INFO, Columns, make_prompts, read_rows, without_nulls
 from hybrid_gkd.data.tables import EveryColumn, Source, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error, rename_section
 from hybrid_gkd.launch.checks import Facts
@@ -204,9 +204,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
         tables, key=key, tokenizer=tokenizer, max_prompt_length=2**31, truncation="error",
         filter_overlong_prompts=False, apply_chat_template_kwargs=options.apply_chat_template_kwargs,
     )
-    rows = list(itertools.chain(*(
-        read_table(source, f"{key}: {source.name!r}", EveryColumn())[1] for source in find_sources(options.files, key)
-    )))  # fmt: skip
+    rows = list(itertools.chain(*(read_every_column(source, f"{key}: {source.name!r}") for source in sources)))
     check_columns(rows, options)
     return Inputs(tokenizer, ends, filter_by_length(tasks, options), rows)
 
@@ -217,6 +215,19 @@ def check_outputs(options: argparse.Namespace, sources: list[Source]) -> None:
         if path.resolve().is_relative_to(Path(source.name).expanduser().resolve()):
             rule = f"must not be written where prompts are read: {path} belongs to FILE {source.name!r}"
             raise ConfigError("--out", rule, options.out)
+
+
+def read_every_column(source: Source, where: str) -> list[dict[str, Any]]:
+    """Return rows that give the same prompts when they are read again as JSON. Raises DataError.
+
+    Arrow's nulls for the fields of other rows are left out, but in `EXTRA_INFO`: reward functions get that as it is.
+    """
+    _, rows = read_table(source, where, EveryColumn())
+    if not source.of_arrow:
+        return rows
+    return [
+        {name: value if name == EXTRA_INFO else without_nulls(value) for name, value in row.items()} for row in rows
+    ]
 
 
 def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -4,12 +4,16 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
+import datasets
+import numpy as np
 import pytest
 
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError
 from hybrid_gkd.launch import generate
 from hybrid_gkd.launch.completion_file import CompletionFile, Progress
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.rollout.engine import generated_sample
+from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 
 ARGUMENTS = {"--n": 2, "--temperature": 0.7}
 
@@ -243,6 +247,39 @@ def test_a_file_of_prompts_is_not_overwritten(model, tmp_path, monkeypatch, file
         generate.generate(generate.parse([file, f"--ckpt-path={model}", f"--out={out}", "--max-tokens=16"]))
     assert [*(tmp_path / "set").iterdir()] == [prompts]
     assert prompts.read_text(encoding="utf-8") == '{"prompt": "2 + 2"}\n'
+
+
+def test_written_rows_of_parquet_give_the_same_prompts(model, tmp_path, monkeypatch):
+    """Arrow has null for the fields of other rows, which a chat template would show."""
+
+    def row(**fields):
+        user, call = {"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [fields]}
+        return {"prompt": [user, call, user], "hint": [user, call, user], "tools": [fields], "extra_info": fields}
+
+    datasets.Dataset.from_list([row(a=1), row(b=2)]).to_parquet(file := tmp_path / "rows.parquet")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[1].tool_calls | tojson }}{{ tools | tojson }}"
+    monkeypatch.setattr(generate, "load_tokenizer", lambda *_: tokenizer)
+    options = generate.parse([str(file), f"--ckpt-path={model}", f"--out={tmp_path}/answers.jsonl", "--max-tokens=16"])
+    inputs = generate.read_inputs(options)
+    answers = CompletionFile(tmp_path / "answers.jsonl", ARGUMENTS)
+    recorder = generate.Recorder(options, inputs, answers, None)
+    for request in generate.missing_requests(options, inputs.tasks, set()):
+        sample = generated_sample(request, np.array([5], np.int32), version=0, status="stop", logprobs=None)
+        recorder.record([(inputs.tasks[request.id.row], sample)])
+    answers.close()
+
+    def prompts(path):
+        tables = read_rows([str(path)], Columns(teacher_prompt_key="hint", extra_info=True), key="FILE")
+        tasks = make_prompts(
+            tables, key="FILE", tokenizer=tokenizer, max_prompt_length=64, truncation="error",
+            filter_overlong_prompts=False, apply_chat_template_kwargs={},
+        )  # fmt: skip
+        return [(task.token_ids.tolist(), task.teacher_ids.tolist(), task.extra_info) for task in tasks]
+
+    assert prompts(answers.path) == prompts(file)
+    assert [task.token_ids.tolist() for task in inputs.tasks] == [ids for ids, _, _ in prompts(file)]
+    assert prompts(file)[0][2] == {"a": 1, "b": None}
 
 
 def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
