@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import sys
 import zlib
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,7 @@ from hybrid_gkd.models.tokenizer import decode, load_tokenizer, num_token_ids, s
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.engine import generate_samples as samples_of
+from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.teacher.engines.options import EngineOptions, json_object, positive, within
@@ -275,11 +277,20 @@ def stored_arguments(options: argparse.Namespace, inputs: Inputs) -> dict[str, A
     }
     checksum = 0
     for task in inputs.tasks:
-        checksum = zlib.crc32(f"{task.row} {task.answer} ".encode(), zlib.crc32(task.token_ids.tobytes(), checksum))
-    found |= {"prompts and answers in FILE (checksum)": f"{checksum:08x}"}
+        row = json.dumps([task.row, inputs.rows[task.index]]).encode()
+        checksum = zlib.crc32(row, zlib.crc32(task.token_ids.tobytes(), checksum))
+    found |= {"rows and prompts of FILE (checksum)": f"{checksum:08x}"}
+    if options.reward is not None and (code := reward_file(options.reward)).is_file():
+        found |= {"file of --reward (checksum)": f"{FileSum.of(code).crc32:08x}"}
     if os.path.isdir(options.ckpt_path):  # a hub id may not be downloaded yet
         found |= {"weights in --ckpt-path (hash)": fingerprint(options.ckpt_path)}
     return found
+
+
+def reward_file(reward: str) -> Path:
+    """Return the file of a loaded reward function, `file.py:function` or `module:function`; it may not exist."""
+    source = reward.rpartition(":")[0]
+    return Path(getattr(sys.modules.get(source), "__file__", None) or source).expanduser()
 
 
 def make_config(options: argparse.Namespace, longest_prompt: int) -> Config:

@@ -292,18 +292,36 @@ def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
     assert [(request.id.row, request.id.number) for request in requests] == [(1, 1)]
 
 
-def test_prompts_and_weights_are_among_the_arguments(parsed, model):
-    def arguments(prompt):
-        options = parsed(rows=[{"prompt": prompt}])
+def test_rows_and_weights_are_among_the_arguments(parsed, model):
+    def arguments(**row):
+        options = parsed(rows=[{"prompt": "a"} | row])
         return generate.stored_arguments(options, generate.read_inputs(options))
 
-    first, other = arguments("a"), arguments("b")
-    assert {name for name in first if first[name] != other[name]} == {"prompts and answers in FILE (checksum)"}
+    first = arguments()
+    for row in ({"prompt": "b"}, {"data_source": "gsm8k"}, {"extra_info": {"level": 2}}, {"id": 1}):
+        other = arguments(**row)
+        assert {name for name in first if first[name] != other[name]} == {"rows and prompts of FILE (checksum)"}
     (model / "pytorch_model.bin").write_bytes(b"weights")
-    changed = arguments("a")
+    changed = arguments()
     (model / "pytorch_model.bin").unlink()
     assert {name for name in first if first[name] != changed[name]} == {"weights in --ckpt-path (hash)"}
     assert not {"--out", "--tp-size", "--gpu-memory-utilization", "--device"} & first.keys()
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_changed_file_of_the_reward_is_refused_by_name(parsed, tmp_path, monkeypatch, by_module):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(generate, "missing_requests", lambda *_: [])
+    options = parsed(f"--reward={'mine_of_generate' if by_module else f'{tmp_path}/mine_of_generate.py'}:f",
+        "--answer-key=a", rows=[{"prompt": "a", "a": "4"}])  # fmt: skip
+    code = tmp_path / "mine_of_generate.py"
+    code.write_text("def f(response, answer): return 0.0\n", encoding="utf-8")
+    assert generate.generate(options) == 0
+    (tmp_path / "answers.jsonl").write_text(json.dumps(line(1, 0)) + "\n", encoding="utf-8")
+    assert generate.generate(options) == 0
+    code.write_text("def f(response, answer): return 1.0\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"was made with file of --reward \(checksum\) '\w{8}', not '\w{8}'"):
+        generate.generate(options)
 
 
 def test_seeds_depend_on_row_and_number_alone(parsed):
