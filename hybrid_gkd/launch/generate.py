@@ -62,11 +62,14 @@ OWN_ARGUMENTS = {
 GROUPS_WAITING = 256
 """Maximum number of groups of finished completions that wait for their rewards; generation then pauses."""
 OPTION_NAMES = {
-    "data.train_files": "FILE", "data.reward_fn_key": "--reward-fn-key", "reward.answer_key": "--answer-key",
-    "reward.custom_reward_function.name": "--reward", "reward.custom_reward_function.path": "--reward",
-    "reward.name": "--reward",
+    "data.train_files": "FILE", "data.prompt_key": "--prompt-key", "data.reward_fn_key": "--reward-fn-key",
+    "reward.answer_key": "--answer-key", "reward.custom_reward_function.name": "--reward",
+    "reward.custom_reward_function.path": "--reward", "reward.name": "--reward",
+    "actor_rollout_ref.rollout.engine_kwargs.": "--engine-kwargs ", "actor_rollout_ref.rollout.name": "vLLM",
+    " or a value in reward.custom_reward_function.reward_kwargs": "", ", or raise reward.timeout": "",
+    " (reward.timeout)": "", " (data.max_unpacked_gigabytes)": "",
 }  # fmt: skip
-"""Configuration key -> the argument of this command that stands for it in messages."""
+"""Configuration key in messages -> argument of this command in its place; advice on keys without one is left out."""
 OWN_COLUMNS = (FINISH_REASON, ROW, SAMPLE, "reward", "rejected")
 """Columns that this command writes beside the completion."""
 SEQUENCES_ON_A_GPU = 1024
@@ -150,22 +153,21 @@ class Inputs:
 
 def generate(options: argparse.Namespace) -> int:
     """Generate the missing completions. Raises HybridGKDError."""
-    inputs = read_inputs(options)
-    config = make_config(options, max(len(task.token_ids) for task in inputs.tasks))
-    functions = None
-    if options.reward is not None:
-        config.data.reward_fn_key = options.reward_fn_key
-        with contextlib.ExitStack() as names:
-            for key, name in OPTION_NAMES.items():
-                names.enter_context(rename_section(key, name))
+    with contextlib.ExitStack() as stack:
+        for key, name in OPTION_NAMES.items():
+            stack.enter_context(rename_section(key, name))
+        inputs = read_inputs(options)
+        config = make_config(options, max(len(task.token_ids) for task in inputs.tasks))
+        functions = None
+        if options.reward is not None:
+            config.data.reward_fn_key = options.reward_fn_key
             functions = load_functions(config.reward)
             facts = Facts(config, reward=functions, train_prompts=inputs.tasks)
             check_data_sources(facts)
             check_right_answers(facts)
-        if any(function.needs_all for function in functions.values()):
-            rule = "must score one completion at a time: which completions form a list would depend on timing"
-            raise ConfigError("--reward", rule, options.reward)
-    with contextlib.ExitStack() as stack:
+            if any(function.needs_all for function in functions.values()):
+                rule = "must score one completion at a time: which completions form a list would depend on timing"
+                raise ConfigError("--reward", rule, options.reward)
         file = CompletionFile(Path(options.out), stored_arguments(options, inputs))
         stack.enter_context(contextlib.closing(file))
         requests = missing_requests(options, inputs.tasks, file.done)

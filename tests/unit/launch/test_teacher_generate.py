@@ -203,7 +203,9 @@ def test_usage_errors(parsed, capsys, arguments, message):
         (["--response-key=r"], [{"prompt": "a"}, {"prompt": "a", "row": 1}], "row 2: already has the column 'row'"),
         ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, but --max-tokens 16 leaves "
             r"prompts 48 tokens \(max_position_embeddings\); .* skip 1 of 2 rows"),
-        (["--prompt-key=q"], [{"prompt": "a"}], "no column 'q'"),
+        (["--prompt-key=q"], [{"prompt": "a"}], r"no column 'q' \(--prompt-key\)"),
+        (["--reward=gsm8k", "--answer-key=b"], [{"prompt": "a"}], r"no column 'b' \(--answer-key=b\)"),
+        (["--reward=gsm8k", "--answer-key=b"], [{"prompt": "a", "b": ""}], r"'b' \(--answer-key\): must be a text"),
         (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "no function"),
         (["--reward=mine.py:f"], [{"prompt": "a"}], "must be an existing Python file"),
         (["--reward=by_data_source", "--answer-key=b", "--reward-fn-key=of"], [{"prompt": "a", "b": "4", "of": "x"}],
@@ -226,6 +228,13 @@ def test_a_reward_of_a_whole_rollout_is_refused(parsed, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^--reward: must score one completion at a time"):
         generate.generate(parsed(f"--reward={tmp_path}/mine.py:f", "--answer-key=a", rows=[{"prompt": "a", "a": "4"}]))
+
+
+def test_a_reward_with_other_parameters_is_refused_by_the_option(parsed, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(a, b, c): return 0.0\n", encoding="utf-8")
+    rule = r"^--reward: .*mine.py:f must take .*; further parameters need a default; got '\(a, b, c\)'$"
+    with pytest.raises(ConfigError, match=rule):
+        generate.generate(parsed(f"--reward={tmp_path}/mine.py:f"))
 
 
 @pytest.mark.parametrize(
