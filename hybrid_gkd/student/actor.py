@@ -42,9 +42,9 @@ from hybrid_gkd.student.sharded_model import learning_rate
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId, TopK, quarter_of_tokens
 
-WARMUP_AFTER_SFT = 0.1
-"""Warm-up fraction of the optimizer steps after a warm start by SFT, if none is configured: a high initial rate would
-undo the warm start."""
+WARMUP_AFTER_SFT = 10
+"""The warm-up after a warm start by SFT is one in so many of the optimizer steps, if none is configured: a high initial
+rate would undo the warm start."""
 SHOWN_CANDIDATES = 5
 """Number of candidates of teacher and student shown per token of a held-out completion."""
 HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
@@ -127,7 +127,7 @@ class Actor(TrainedModel):
             return learning_rate(self.optim_sft, self.updates_done, self.sft_updates)
         optim = self.optim
         if self.sft_updates and not (optim.lr_warmup_steps or optim.lr_warmup_steps_ratio):
-            optim = dataclasses.replace(optim, lr_warmup_steps_ratio=WARMUP_AFTER_SFT)
+            optim = dataclasses.replace(optim, lr_warmup_steps=max(2, math.ceil(left / WARMUP_AFTER_SFT)))
         return learning_rate(optim, done, left)
 
     def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -207,10 +207,11 @@ def test_the_rate_behind_a_warm_up_begins_low(tmp_path):
     config = configure(student, "trainer.warmup_steps_sft=2", "actor_rollout_ref.actor.optim.lr=0.01")
     with testing.single_process_group():
         group = LocalGroup(config, respond=None, num_updates=42)
-        rates = []
-        for group.actor.updates_done in range(2, 42):
-            rates.append(group.actor.learning_rate())
-    np.testing.assert_allclose(rates[:5], [0.0025, 0.005, 0.0075, 0.01, 0.01])
+        for left, rise in ((40, [0.25, 0.5, 0.75]), (30, [1 / 3, 2 / 3]), (21, [1 / 3, 2 / 3]), (5, [0.5]), (1, [0.5])):
+            group.actor.num_updates, rates = 2 + left, []
+            for group.actor.updates_done in range(2, 2 + left):
+                rates.append(group.actor.learning_rate())
+            np.testing.assert_allclose(rates, [*(0.01 * share for share in rise), *[0.01] * (left - len(rise))])
 
 
 @pytest.mark.slow
