@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.config import DEFAULT_TEACHER, NAMED, Config, has_several_teachers, run_teachers
+from hybrid_gkd.data.given import CUT
 from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.student.checkpoint_store import TrainerState, load_state
@@ -144,8 +145,9 @@ def data_checksums(prompts: Collection[Task], tables: Collection[Rows], *, answe
     texts["messages"] = (json.dumps([row.messages, row.tools], sort_keys=True, default=str) for row in rows)
     if answers:
         texts["answers"] = (f"{prompt.answer}\n" for prompt in prompts)
-    given = [(row.given.messages, row.given.excluded) for row in rows if row.given is not None]
-    if given:
+    completions = [row.given for row in rows if row.given is not None]
+    if completions:
+        given = ([each.messages, each.excluded, *([CUT] if each.is_cut else [])] for each in completions)
         texts["given answers"] = (json.dumps(each, sort_keys=True, default=str) for each in given)
     if any(prompt.teacher != DEFAULT_TEACHER for prompt in prompts):
         texts["teachers"] = (f"{prompt.teacher}\n" for prompt in prompts)

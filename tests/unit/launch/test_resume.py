@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.data.given import GivenCompletion
 from hybrid_gkd.data.prompts import Row, Rows
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.launch.resume import find_resumption
@@ -333,6 +334,24 @@ def test_all_that_a_prompt_has_counts(changed):
     assert change.startswith("data.train_files (checksum of the messages): ")
     older = {name: value for name, value in before.items() if "messages" not in name}
     assert changed_settings(older, after) == []
+
+
+def completed(text, **changes):
+    completion = GivenCompletion([{"role": "assistant", "content": text}], [], is_cut=False)
+    chat = [{"role": "user", "content": "1+1"}]
+    return Rows("where", "name", [Row(messages=chat, given=dataclasses.replace(completion, **changes))], 1.0)
+
+
+@pytest.mark.parametrize("changed", [completed("3"), completed("2", excluded=[(0, 1)]), completed("2", is_cut=True)])
+def test_all_that_a_given_completion_has_counts(changed):
+    before, after = (data_checksums([], [rows], answers=False) for rows in (completed("2"), changed))
+    (change,) = changed_settings(before, after)
+    assert change.startswith("data.train_files (checksum of the given answers): ")
+
+
+def test_a_checkpoint_that_does_not_know_of_cut_completions_is_resumed_without_any():
+    found = data_checksums([], [completed("2")], answers=False)
+    assert found["data.train_files (checksum of the given answers)"] == "9d8590a8"
 
 
 def test_chat_templates_count():
