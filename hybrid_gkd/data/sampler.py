@@ -30,7 +30,10 @@ class PromptSampler:
         taken = [max(1, round(number * share)) for number, share in parts]
         num_prompts = sum(taken)
         if num_prompts < batch_size:
-            raise DataError(f"{key}: must be at most the number of prompts ({num_prompts}); got {batch_size}")
+            total = sum(number for number, _ in parts)
+            by_weight = "" if num_prompts == total else f" of {total} in an epoch, by the weights of data.train_files"
+            rule = f"must be at most the number of prompts ({num_prompts}{by_weight})"
+            raise DataError(f"{key}: {rule}; got {batch_size}")
         self.num_prompts = num_prompts
         self.batch_size = batch_size
         self.shuffle = shuffle

@@ -49,6 +49,9 @@ def test_one_batch_may_be_the_whole_data_but_not_more():
     assert sorted(PromptSampler(4, 4, True, 0).batch(3)[1]) == [0, 1, 2, 3]
     with pytest.raises(DataError, match=r"data\.train_batch_size.*\(3\); got 4"):
         PromptSampler(3, 4, True, 0)
+    rule = r"data\.train_batch_size: .* \(4 of 262 in an epoch, by the weights of data\.train_files\); got 8"
+    with pytest.raises(DataError, match=rule):
+        PromptSampler([(256, 0.01), (6, 0.1)], 8, True, 0)
 
 
 @pytest.mark.slow
