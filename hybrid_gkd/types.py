@@ -41,6 +41,8 @@ class Task:
     """Ground truth for reward functions; None if the data has none."""
     data_source: str | None = None
     """Name of the row's data set (`data.reward_fn_key`); None if the data has none."""
+    where: str = ""
+    """Beginning of messages about the row: configuration key, file, and row within the file."""
     file: str = ""
     """Short name of the row's file, used as data source in validation metrics if that is None."""
     entry: int = 0

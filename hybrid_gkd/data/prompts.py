@@ -190,23 +190,21 @@ def make_prompts(
                     **fit(answer, length, len(token_ids)) if answer else {},
                     messages=row.messages if keep_messages else None, tools=row.tools, text=_user_text(row.messages),
                     answer=row.answer, data_source=row.data_source, extra_info=row.extra_info,
-                    file=file, entry=table.entry, weight=table.weight, teacher=row.teacher,
+                    where=f"{table.where}, row {place + 1}", file=file, entry=table.entry, weight=table.weight,
+                    teacher=row.teacher,
                 ))  # fmt: skip
-        problems += _untrained(prompts[before:], num_rows, table.where)
+        problems += _untrained(prompts[before:])
         num_rows += len(all_ids)
     raise_all(problems)
     _report_skipped(key, num_rows - len(prompts), num_rows, " or ".join(exceeded_keys))
     return prompts
 
 
-def _untrained(tasks: list[Task], first: int, where: str) -> list[DataError]:
-    """Return the error of the first task whose given completion has no trained token, if any.
-
-    `first`: index of the first row of the table.
-    """
+def _untrained(tasks: list[Task]) -> list[DataError]:
+    """Return the error of the first task whose given completion has no trained token, if any."""
     rule = "no token of the given completion is trained on"
-    rows = (task.index - first + 1 for task in tasks if task.loss_mask is not None and not task.loss_mask.any())
-    return [DataError(f"{where}, row {row}: {rule}") for row in rows][:1]
+    found = (task.where for task in tasks if task.loss_mask is not None and not task.loss_mask.any())
+    return [DataError(f"{where}: {rule}") for where in found][:1]
 
 
 def _teacher_prompts(

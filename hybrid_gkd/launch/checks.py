@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,11 +71,10 @@ class Facts:
     plan: RunPlan = None  # type: ignore[assignment]
     """Plan made from the other facts, by the last check."""
 
-    def keyed_prompts(self) -> Iterator[tuple[str, Task]]:
-        """Yield each prompt with the configuration key of its file."""
-        for key, prompts in (("data.train_files", self.train_prompts), ("data.val_files", self.val_prompts)):
-            for prompt in prompts:
-                yield key, prompt
+    @property
+    def prompts(self) -> Iterator[Task]:
+        """Yield the prompts of training and validation."""
+        return itertools.chain(self.train_prompts, self.val_prompts)
 
     @property
     def steps_done(self) -> int:

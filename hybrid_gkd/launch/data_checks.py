@@ -60,8 +60,8 @@ def check_given_answers(config: Config, prompts: list[Task]) -> str:
     ):
         if missing and needs:
             raise DataError(
-                f"data.train_files: {len(missing)} of {len(prompts)} rows have no completion in the column {key!r} "
-                f"(data.response_key), first row {missing[0].row}; {rule} trains on given completions only"
+                f"{missing[0].where}: no completion in the column {key!r} (data.response_key); {rule} trains on given "
+                f"completions only ({len(missing)} of all {len(prompts)} rows have none)"
             )
     return f" ({len(prompts) - len(missing)} with a given completion)"
 
@@ -70,15 +70,15 @@ def check_data_sources(facts: Facts) -> None:
     """Check that by_data_source has a function for every row. Raises DataError; ConfigError: a library is missing."""
     if "by_data_source" not in (facts.reward or {}):
         return
-    sources = {prompt.data_source for _, prompt in facts.keyed_prompts()}
+    sources = {prompt.data_source for prompt in facts.prompts}
     if {"math", "math_dapo"} & set(map(function_of_source, sources)):
         check_math_verify()
-    for key, prompt in facts.keyed_prompts():
+    for prompt in facts.prompts:
         if function_of_source(prompt.data_source) is None:
             raise DataError(
-                f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
-                f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
-                f"has no function; allowed are {', '.join(DATA_SOURCES)}, and names that begin with aime"
+                f"{prompt.where}, column {facts.config.data.reward_fn_key!r} (data.reward_fn_key): "
+                f"reward.name=by_data_source has no function for {prompt.data_source!r}; allowed are "
+                f"{', '.join(DATA_SOURCES)}, and names that begin with aime"
             )
 
 
@@ -91,13 +91,10 @@ def check_right_answers(facts: Facts) -> None:
     by_source, of_all = "by_data_source" in (facts.reward or {}), "gsm8k" in (facts.reward or {})
     if not by_source and not of_all:
         return
-    for key, prompt in facts.keyed_prompts():
+    for prompt in facts.prompts:
         reads_number = of_all or function_of_source(prompt.data_source) == "gsm8k"
         if reads_number and prompt.answer is not None and final_number(prompt.answer) is None:
-            raise DataError(
-                f"{key}: row {prompt.row} of the data: the gsm8k reward needs a number in every answer; got "
-                f"{prompt.answer!r}"
-            )
+            raise DataError(f"{prompt.where}: the gsm8k reward needs a number in every answer; got {prompt.answer!r}")
 
 
 def warn_about_steps(config: Config, steps: int) -> None:

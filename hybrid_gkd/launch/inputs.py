@@ -382,7 +382,7 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str 
     are checked; None checks the student's. Raises DataError: a prompt or a given completion has one; ModelError: only
     such tokens end a completion.
     """
-    for key, prompt in facts.keyed_prompts():
+    for prompt in facts.prompts:
         parts = {"given completion": prompt.response_ids}  # trained ids are limited for all teachers
         if of_teacher in (None, prompt.teacher):
             own = prompt.teacher_ids if of_teacher else None
@@ -390,7 +390,7 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: str 
         for name, ids in parts.items():
             if ids is not None and (largest := int(ids.max(initial=0))) >= rows:
                 raise DataError(
-                    f"{key}: the {name} of row {prompt.row} has the token "
+                    f"{prompt.where}: the {name} has the token "
                     f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
                     f"has only {rows} rows in its embedding (vocab_size), for ids below {rows}"
                 )

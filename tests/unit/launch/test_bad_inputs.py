@@ -9,15 +9,19 @@ from safetensors.torch import load_file, save_file
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data import chat_template
+from hybrid_gkd.data.prompts import make_prompts
+from hybrid_gkd.demo.sorting import make_byte_tokenizer
 from hybrid_gkd.errors import ConfigError, DataError, HybridGKDError, ModelError
 from hybrid_gkd.launch import inputs, preflight
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.data_checks import check_data_sources, check_given_answers, check_right_answers
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.launch.teacher import local_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.ppo.resuming import TEACHER_WEIGHTS
 from hybrid_gkd.runtime import imports
+from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.testing import make_tiny_model
 
 PATHS = ("actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
@@ -66,6 +70,39 @@ def test_chats_that_end_with_an_answer_are_validated_by_their_prompts(tmp_path):
     assert [row.messages for row in train.rows] == [row.messages for row in val.rows] == prompts
     assert None not in [row.given for row in train.rows]
     assert [row.given for row in val.rows] == [None] * 3
+
+
+def completions(facts):
+    check_given_answers(facts.config, facts.train_prompts)
+
+
+@pytest.mark.parametrize(
+    ("at_fault", "override", "check_rows", "message"),
+    [
+        ({"response": None}, "distillation.enabled=false", completions, "no completion in the column 'response' "
+            ".*response_key.; distillation.enabled=false .* on given completions only .1 of all 4 rows have none"),
+        ({"response": ""}, "trainer.warmup_steps_sft=2", completions, "no completion .* trainer.warmup_steps_sft"),
+        ({"answer": "none"}, "reward.name=gsm8k", check_right_answers, "the gsm8k reward needs a number .* got 'none'"),
+        ({"data_source": "mine"}, "reward.name=by_data_source", check_data_sources, "column 'data_source' .* 'mine'"),
+    ],
+)
+def test_a_row_is_named_by_its_file_and_its_place_there(tmp_path, at_fault, override, check_rows, message):
+    rows = 4 * [{"prompt": "1+1", "response": "2", "answer": "2", "data_source": "openai/gsm8k"}]
+    rows[3] = rows[3] | at_fault
+    for name, part in (("first", rows[:2]), ("second", rows[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    config = load_config([
+        f"data.train_files=[{tmp_path}/first.jsonl, {tmp_path}/second.jsonl]", "actor_rollout_ref.model.path=x",
+        "actor_rollout_ref.teacher.model.path=x", "data.response_key=response", "reward.answer_key=answer", override,
+    ])  # fmt: skip
+    facts = Facts(config, reward=load_functions(config.reward))
+    inputs.files(facts)
+    facts.train_prompts = make_prompts(
+        facts.train_rows, key="data.train_files", tokenizer=make_byte_tokenizer(), max_prompt_length=64,
+        truncation="error", filter_overlong_prompts=False, apply_chat_template_kwargs={}, max_response_length=64,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"^data\.train_files: '[^']*/second\.jsonl', row 2[:,] {message}"):
+        check_rows(facts)
 
 
 @pytest.mark.slow

@@ -165,8 +165,8 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
     short, whole = ([f"actor_rollout_ref.{who}model.path={tmp_path}/{name}" for who in ("", "teacher.")]
                     for name in ("short", "whole"))  # fmt: skip
     check(models, "student", *short)
-    data, at_fault = f"data.train_files={tmp_path}/train.jsonl", r"row 2 has the token '<y>' with the id 260; the "
-    with pytest.raises(DataError, match=rf"data\.train_files: the prompt of {at_fault}student .*short has only 260"):
+    data, at_fault = f"data.train_files={tmp_path}/train.jsonl", r"the prompt has the token '<y>' with the id 260; the "
+    with pytest.raises(DataError, match=rf"^data\.train_files: '[^']*', row 2: {at_fault}student .*short has only 260"):
         check(models, "student", short[0], whole[1], data)
     with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has only 260 rows"):
         check(models, "student", whole[0], short[1], data)
@@ -177,13 +177,13 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
 def test_a_given_completion_needs_a_row_in_every_teacher(models):
     """Since what is scored is the same for all teachers; a prompt only in that of its row."""
     facts = check(models, "student")
-    task = Task(index=0, token_ids=np.array([5, 258], np.int32), text="", teacher="b")
+    task = Task(index=0, token_ids=np.array([5, 258], np.int32), text="", teacher="b", where="a.jsonl, row 1")
     facts.train_prompts = [task]
     check_rows("teacher", "A", 258, facts, of_teacher="a")
-    with pytest.raises(DataError, match=r"train_files: the prompt of row 1 has the token '.*' with the id 258; the t"):
+    with pytest.raises(DataError, match=r"^a\.jsonl, row 1: the prompt has the token '.*' with the id 258; the t"):
         check_rows("teacher", "B", 258, facts, of_teacher="b")
     facts.train_prompts = [dataclasses.replace(task, response_ids=np.array([7, 257], np.int32))]
-    with pytest.raises(DataError, match=r"the given completion of row 1 has the token '.*' with the id 257; the teac"):
+    with pytest.raises(DataError, match=r"^a\.jsonl, row 1: the given completion has the token '.*' with the id 257"):
         check_rows("teacher", "A", 257, facts, of_teacher="a")
 
 

@@ -303,12 +303,12 @@ def test_an_answer_without_a_number_is_named_before_the_run(name):
     facts.reward = load_functions(facts.config.reward)
     rows = enumerate([("#### 4", "openai/gsm8k"), (None, "openai/gsm8k"), ("x", "aime2024"), ("n/a", "openai/gsm8k")])
     tasks = [
-        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer)
+        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer, where=f"row {row}")
         for row, (answer, source) in rows
     ]
     facts.train_prompts, facts.val_prompts = tasks[:2], tasks
-    row = 3 if name == "gsm8k" else 4
-    with pytest.raises(DataError, match=rf"^data\.val_files: row {row} of the data: the gsm8k reward needs a number"):
+    row = 2 if name == "gsm8k" else 3
+    with pytest.raises(DataError, match=rf"^row {row}: the gsm8k reward needs a number"):
         check_right_answers(facts)
 
 
@@ -317,7 +317,7 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
                                "actor_rollout_ref.rollout.n=2", "reward.name=by_data_source", "reward.answer_key=a"]))
     facts.reward = load_functions(facts.config.reward)
     prompts = [
-        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source)
+        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, where=f"row {row}")
         for row, source in enumerate(["openai/gsm8k", "aime2024", None])
     ]
     facts.train_prompts = prompts[:2]
@@ -329,7 +329,7 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
         facts.train_prompts = prompts[:1]
         check_data_sources(facts)
     facts.val_prompts = prompts
-    with pytest.raises(DataError, match=r"^data\.val_files: row 3 of the data has None in the column 'data_source'"):
+    with pytest.raises(DataError, match=r"^row 2, column 'data_source' \(data\.reward_fn_key\): .* for None"):
         check_data_sources(facts)
 
 

@@ -209,9 +209,9 @@ def test_usage_errors(parsed, capsys, arguments, message):
         (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "no function"),
         (["--reward=mine.py:f"], [{"prompt": "a"}], "must be an existing Python file"),
         (["--reward=by_data_source", "--answer-key=b", "--reward-fn-key=of"], [{"prompt": "a", "b": "4", "of": "x"}],
-            r"^FILE: row 1 of the data has 'x' in the column 'of' \(--reward-fn-key\), for which --reward=by_data_s"),
+            r"^FILE: '[^']*', row 1, column 'of' \(--reward-fn-key\): --reward=by_data_source has no function for 'x'"),
         (["--reward=gsm8k", "--answer-key=b"], [{"prompt": "a", "b": "4"}, {"prompt": "c", "b": "none"}],
-            "^FILE: row 2 of the data: the gsm8k reward needs a number in every answer; got 'none'"),
+            "^FILE: '[^']*', row 2: the gsm8k reward needs a number in every answer; got 'none'"),
         (["--tp-size=3"], None, r"^--tp-size: must divide the model's 2 attention heads \(.*\); got 3"),
     ],
 )
