@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.data.tables import short
+from hybrid_gkd.data.tables import of_json, short
 from hybrid_gkd.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,25 +45,29 @@ class GivenCompletion:
     """Whether its writer reached a limit, so that it has no end."""
 
 
-def split_chat(value: object) -> tuple[object, Chat]:
+def split_chat(value: object, where: str) -> tuple[object, Chat]:
     """Split a chat after its last user message; the second part is empty unless it ends with the assistant's.
 
-    A value that is not a list is returned whole, for the check of the prompt.
+    A value that is not a list is returned whole, for the check of the prompt. Raises DataError with `where`: all
+    messages are the assistant's.
     """
     chat = value if isinstance(value, list) else []
     roles = [message.get("role") if isinstance(message, dict) else None for message in chat]
     if roles[-1:] != ["assistant"]:
         return value, []
+    if all(role == "assistant" for role in roles):
+        raise DataError(f"{where}: must have a message before those of the assistant; got {short(value)}")
     start = max((place for place, role in enumerate(roles, 1) if role == "user"), default=len(chat) - 1)
     return chat[:start], chat[start:]
 
 
 def parse_completion(
-    value: object, excluded: object, where: str, check: Callable[[object, str], Any], *, is_cut: bool
-) -> GivenCompletion | None:
+    value: object, excluded: object, where: str, check: Callable[[object, str], Any], *, is_cut: bool,
+    excluded_where: str,
+) -> GivenCompletion | None:  # fmt: skip
     """Return the completion in a cell, None for an empty one; a text is one message of the assistant.
 
-    `check` validates a message. Raises DataError with `where`.
+    `check` validates a message. Raises DataError with `where`, or with `excluded_where` for excluded spans.
     """
     if value is None or value != value:  # NaN in a column of numbers
         return None
@@ -75,21 +79,25 @@ def parse_completion(
         return None
     if not messages[0]["role"] == messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: must begin and end with a message of the assistant; got {short(value)}")
-    return GivenCompletion(messages, _spans(excluded, messages, where), is_cut)
+    return GivenCompletion(messages, _spans(excluded, messages, excluded_where), is_cut)
 
 
 def _spans(value: object, messages: Chat, where: str) -> list[Span]:
-    if value is None or value != value:
+    spans = of_json(value)
+    if spans is None or spans != spans:
         return []
-    rule = "excluded spans must be a list of [start, end) characters of the completion"
-    size = len(messages[0]["content"] or "") if len(messages) == 1 else 0
-    if not isinstance(value, list) or (value and not size):
-        raise DataError(f"{where}: {rule}, which must be a single text; got {short(value)}")
-    for span in value:
+    if spans and len(messages) > 1:
+        rule = f"must be empty for a completion of several messages ({len(messages)}), since spans are those of a text"
+        raise DataError(f"{where}: {rule}; got {short(value)}")
+    size = len(messages[0]["content"] or "")
+    rule = f"must be a list of spans [start, end) within the {size} characters of the completion, or its JSON"
+    if not isinstance(spans, list):
+        raise DataError(f"{where}: {rule}; got {short(value)}")
+    for span in spans:
         numbers = isinstance(span, list) and len(span) == 2 and all(type(each) is int for each in span)
         if not numbers or not 0 <= span[0] <= span[1] <= size:
-            raise DataError(f"{where}: {rule} of {size} characters; got {short(span)}")
-    return [(start, end) for start, end in value]
+            raise DataError(f"{where}: {rule}; got {short(span)} in {short(value)}")
+    return [(start, end) for start, end in spans]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ Messages name the configuration key, the entry, the row (1-based) and the value.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +30,7 @@ from hybrid_gkd.data.given import (
     tokenize_completion,
 )
 from hybrid_gkd.data.routing import TeacherColumn
-from hybrid_gkd.data.tables import UNPACKED_BYTES, Source, find_sources, read_table, short, short_names
+from hybrid_gkd.data.tables import UNPACKED_BYTES, Source, find_sources, of_json, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Task
 
@@ -311,11 +309,13 @@ def _prompt_and_completion(values: dict[str, Any], columns: Columns, where: str)
         return check_messages(prompt, of_prompt), None
     response = values.get(columns.response_key)
     if columns.response_key == columns.prompt_key:
-        prompt, response = split_chat(prompt)
+        prompt, response = split_chat(prompt, of_prompt)
     spans = None if columns.excluded_spans_key is None else values.get(columns.excluded_spans_key)
     is_cut = values.get(FINISH_REASON) == CUT
-    place = f"{where}, column {columns.response_key!r}"
-    answer = parse_completion(response, spans, place, _check_message, is_cut=is_cut)
+    answer = parse_completion(
+        response, spans, f"{where}, column {columns.response_key!r}", _check_message, is_cut=is_cut,
+        excluded_where=f"{where}, column {columns.excluded_spans_key!r} (data.excluded_spans_key)",
+    )  # fmt: skip
     return check_messages(prompt, of_prompt), answer
 
 
@@ -357,10 +357,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
 
 def _tools(value: object, where: str) -> Tools:
     """Parse a list of objects, or its JSON text, which tables with a fixed column type use."""
-    found: Any = value
-    if isinstance(value, str) and value.strip():
-        with contextlib.suppress(json.JSONDecodeError):
-            found = json.loads(value)
+    found = of_json(value)
     if not isinstance(found or [], list) or not all(isinstance(tool, dict) for tool in found or []):
         raise DataError(f"{where}: must be a list of tools (objects), or its JSON; got {short(value)}")
     return found or None

@@ -355,6 +355,15 @@ def _read_dataset(load: Callable[[], Any], wanted: Container[str]) -> Table:
             datasets.enable_progress_bars()
 
 
+def of_json(value: object) -> Any:
+    """Return the value of a JSON text, None for an empty text, and whatever is not JSON as it is."""
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(ValueError):
+        return json.loads(value)
+    return value if value.strip() else None
+
+
 def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

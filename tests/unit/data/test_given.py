@@ -1,6 +1,7 @@
 """Given answers: which tokens they become, and which of these are trained on."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -203,10 +204,14 @@ def test_spans_are_left_out_with_every_mask(tmp_path, mask):
         ({"response": 7}, "row 1, column 'response': must be a text or a list of chat messages; got 7"),
         ({"response": [said("user", "x")]}, "must begin and end with a message of the assistant"),
         ({"response": [{"role": "assistant"}]}, "a message must have a text under 'role' and 'content'"),
-        ({"response": "abc", "spans": [[2, 4]]}, r"of 3 characters; got \[2, 4\]"),
-        ({"response": "abc", "spans": [[2.0, 3]]}, r"of 3 characters; got \[2.0, 3\]"),
-        ({"response": "abc", "spans": "2-3"}, "must be a list of"),
-        ({"response": CHAT[3:], "spans": [[0, 1]]}, "must be a single text"),
+        *(({"response": "abc", "spans": spans}, rf"^data\.train_files: '[^']*rows\.jsonl', row 1, column 'spans' "
+            rf"\(data\.excluded_spans_key\): must be a list of spans .* the 3 characters .*; got {re.escape(shown)}$")
+            for spans, shown in (
+                ([[0, 1], [2, 4]], "[2, 4] in [[0, 1], [2, 4]]"), ([[2, 1]], "[2, 1] in [[2, 1]]"),
+                ([[2.0, 3]], "[2.0, 3] in [[2.0, 3]]"), ([[False, 1]], "[False, 1] in [[False, 1]]"),
+                ([0, 2], "0 in [0, 2]"), ("0-2", "'0-2'"), ("[[0, 4]]", "[0, 4] in '[[0, 4]]'"), (True, "True"),
+            )),
+        ({"response": CHAT[3:], "spans": [[0, 1]]}, r"column 'spans' .*: must be empty for .* several messages \(3\)"),
     ],
 )
 def test_what_is_no_answer_is_named_with_its_row(tmp_path, row, message):
@@ -223,6 +228,21 @@ def test_a_template_that_changes_a_cut_completion_is_refused(tmp_path):
 def test_a_template_that_writes_history_differently_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"row 1: the chat template renders the beginning .* differently"):
         load(tmp_path, [{"prompt": "p", "response": "r"}], template=FORGETFUL)
+
+
+def test_a_table_of_texts_has_spans_as_json(tmp_path):
+    (tmp_path / "rows.csv").write_text('prompt,response,spans\np,abcd,"[[0, 2]]"\np,abcd,\np,,\n', encoding="utf-8")
+    columns = Columns(response_key="response", excluded_spans_key="spans")
+    [table] = read_rows([str(tmp_path / "rows.csv")], columns, key="data.train_files")
+    assert [row.given and row.given.excluded for row in table.rows] == [[(0, 2)], [], None]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_chat_of_the_assistant_alone_has_no_prompt(tmp_path, count):
+    chats = [CHAT, CHAT[-1:] * count]
+    rule = r"rows\.jsonl', row 2, column 'chat': must have a message before those of the assistant; got \[\{'role'"
+    with pytest.raises(DataError, match=rule):
+        load(tmp_path, [{"chat": chat} for chat in chats], columns=IN_PROMPT)
 
 
 @pytest.mark.parametrize("mask", ["answer", "assistant", "all"])
