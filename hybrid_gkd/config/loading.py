@@ -20,17 +20,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # of OmegaConf, which reads with it
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.readings import OF_VERL
 from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
+from hybrid_gkd.config.metadata import LENGTH_SCHEDULE
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import SpellingReader, is_single, own_keys
 from hybrid_gkd.config.suggestions import suggestion
 from hybrid_gkd.config.teachers import NAMED, use_only_teacher
-from hybrid_gkd.config.texts import is_text, keep_typed, typed
+from hybrid_gkd.config.texts import TextLoader, is_text, keep_typed, typed
 from hybrid_gkd.errors import ConfigError, raise_all
 from hybrid_gkd.runtime.imports import load_object
 
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Tree = dict[Any, Any]
 """Values of a YAML file or of one override, in nested dictionaries."""
+SCHEDULE = "data.max_response_length_schedule"
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 VERL_RECIPE = CONFIG_DIR / "ppo_trainer.yaml"
 """Recipe of commands in the style of verl."""
@@ -193,6 +196,8 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _parse_override(override: str) -> Tree | ConfigError:
+    # A step within a dotted key would be a text.
+    override = re.sub(rf"^(\+*{re.escape(SCHEDULE)})\.([\w-]+)=(.*)", r"\1={\2: \3}", override)
     key, equals, value = override.partition("=")
     if key.startswith("~"):
         rule = "keys cannot be deleted, since every key has a value; set it, to null if it is optional"
@@ -206,10 +211,10 @@ def _parse_override(override: str) -> Tree | ConfigError:
         parsed: Any = _nested(own.split("."), typed(value, own)) if is_text(own) else (
             OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+")]))
         )
-        if not value.lstrip().startswith("{"):
+        if not value.lstrip().startswith(("{", "[")):
             return parsed
-        # YAML reads {1:4} as {64: null}.
-        if any(each is None and (type(path[-1]) is int or ":" in str(path[-1])) for path, each in _leaves(parsed)):
+        texts = parsed if is_text(own) else yaml.load(value, TextLoader)  # YAML reads {1:4} as {64: null}
+        if any(each is None and ":" in str(path[-1]) for path, each in _leaves(texts)):
             return ConfigError(key, "must have a space after each colon, as in {name: value}", value)
         section = functools.reduce(operator.getitem, own.split("."), parsed)
         return parsed if is_text(own) else _nested(own.split("."), keep_typed(section, value, own))
@@ -274,12 +279,11 @@ def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str 
         close = re.search(r"Did you mean: '(\w+)'", str(error))
         hint = suggestion(own, ".".join([*unknown.split(".")[:-1], close[1]]) if close else None)
         problem = ConfigError(own if hint else unknown, f"there is no such key{hint}", show_value=False)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: for example a list in place of a section
         problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
         if any(each.startswith(f"{own}.") for each in own_keys()):
-            problem = ConfigError(own, "is a section: set keys below it", value)
-    except TypeError as error:  # for example an element of a list
-        problem = ConfigError(key, str(error), show_value=False)
+            rule = LENGTH_SCHEDULE["rule"] if own == SCHEDULE else "is a section: set keys below it"
+            problem = ConfigError(own, rule, value)
     if len(leaves) > 1:
         for path, value in leaves:
             _merge(base, _nested(path, value), problems, key)
@@ -300,8 +304,8 @@ def _nested(path: Sequence[Any], value: Any) -> Tree:
     return functools.reduce(lambda inner, name: {name: inner}, reversed(path), value)
 
 
-def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:
-    return str(error.full_key or error.key or default)
+def _full_key(error: Exception, default: str = "config") -> str:
+    return str(getattr(error, "full_key", None) or getattr(error, "key", None) or default)
 
 
 def _reason(error: Exception) -> str:

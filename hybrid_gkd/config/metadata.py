@@ -39,6 +39,10 @@ DECAY = rule("must be above 0 and below 1", lambda value: 0 < value < 1)
 SEED = rule("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FREQUENCY = rule("must be -1, 0 or more", lambda value: value >= -1)
 STEPS = rule("must be steps, which count from 1", lambda value: all(step >= 1 for step in value))
+LENGTH_SCHEDULE = rule(
+    "must map steps to limits, whole numbers from 1 on, as in {1: 512, 100: 1024}",
+    lambda value: all(type(each) is int and each >= 1 for each in (*value, *value.values())),
+)
 PORT = rule("must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
 TEMPERATURE = rule("must be from 0.01 to 10000", lambda value: 0.01 <= value <= 1e4)
 TEMPERATURE_OR_GREEDY = rule("must be 0, or from 0.01 to 10000", lambda value: value == 0 or 0.01 <= value <= 1e4)

@@ -75,7 +75,7 @@ class DataConfig:
     """Maximum length of a prompt, chat template included, tokens."""
     max_response_length: int = field(default=1024, metadata=rules.POSITIVE)
     """Maximum length of a generated response, tokens."""
-    max_response_length_schedule: dict[int, int] = field(default_factory=dict)
+    max_response_length_schedule: dict[Any, Any] = field(default_factory=dict, metadata=rules.LENGTH_SCHEDULE)
     """Step -> maximum response length in training from that step on, increasing up to max_response_length: {1: 512,
     100: 1024}; before the first entry it is max_response_length. {}: constant."""
     train_batch_size: int = field(default=128, metadata=rules.POSITIVE)

@@ -1,6 +1,7 @@
 """Training on given answers: alone (SFT), beside the student's own, and as a warm-up."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd import testing
+from hybrid_gkd.config import metadata as rules
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, SeveralErrors
 from hybrid_gkd.launch.data_checks import warn_about_steps
@@ -19,6 +21,7 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK
 
 VOCABULARY, N, BATCH = 259, 2, 4
+SCHEDULE = "data.max_response_length_schedule"
 OPTIM = "actor_rollout_ref.actor.optim"
 SFT = ("distillation.enabled=false",)
 
@@ -334,7 +337,25 @@ def test_settings_for_steps_that_the_run_does_not_have_are_logged(caplog, overri
     assert not caplog.text
 
 
-@pytest.mark.parametrize("schedule", ["{1: 6, 3: 5}", "{0: 4}", "{1: 9}", "{1: 0}"])
-def test_a_schedule_of_limits_that_cannot_be_is_refused(schedule):
-    with pytest.raises((ConfigError, SeveralErrors), match=r"data\.max_response_length_schedule: must"):
-        configure("unused", f"data.max_response_length_schedule={schedule}")
+@pytest.mark.parametrize(
+    ("schedule", "rule"),
+    [
+        ("{1: 6, 3: 5}", "must not decrease; got {1: 6, 3: 5}"),
+        ("{1: 9}", "must have limits of at most data.max_response_length (8); got {1: 9}"),
+        *((given, f"{rules.LENGTH_SCHEDULE['rule']}; got {shown or given}") for given, shown in (
+            ("{0: 4}", ""), ("{1: 0}", ""), ("4", ""), ("[4, 8]", ""), ("null", "None"), ("{1: null}", "{1: None}"),
+            ("{1: 4.0}", ""), ("{1.5: 4}", ""), ("{true: 4}", "{True: 4}"), ("{1: true}", "{1: True}"),
+            ("{1: {2: 3}}", ""), ("{a: 4}", "{'a': 4}"),
+        )),
+    ],
+)
+def test_a_schedule_of_limits_that_cannot_be_is_refused(schedule, rule):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(f'{SCHEDULE}: {rule}')}$"):
+        configure("unused", f"{SCHEDULE}={schedule}")
+
+
+def test_steps_of_a_schedule_are_also_dotted_keys():
+    config = configure("unused", f"{SCHEDULE}={{1: 3, 4: 6}}", f"{SCHEDULE}.1=2", f"+{SCHEDULE}.10=8")
+    assert config.data.max_response_length_schedule == {1: 2, 4: 6, 10: 8}
+    with pytest.raises(ConfigError, match=rf"^{re.escape(SCHEDULE)}: must map steps .*; got \{{'last': 8\}}"):
+        configure("unused", f"{SCHEDULE}.last=8")
