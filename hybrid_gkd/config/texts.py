@@ -15,12 +15,21 @@ from hybrid_gkd.config.spelling import any_name, find, key_types, moved
 
 
 class TextLoader(yaml.SafeLoader):
-    """A YAML loader that keeps every value but null as text."""
+    """A YAML loader that keeps every value but null as text, and refuses a mapping with two values of a name."""
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [rule for rule in rules if rule[0].rpartition(":")[2] in ("null", "merge")]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_mapping_node(self, anchor: str | None) -> Any:
+        """Return a mapping as written. Raises yaml.YAMLError: it has a name twice."""
+        node, seen = super().compose_mapping_node(anchor), set[str]()
+        for name in (name for name, _ in node.value if name.tag == self.DEFAULT_SCALAR_TAG):
+            if name.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{name.value!r} is given twice", problem_mark=name.start_mark)
+            seen.add(name.value)
+        return node
 
 
 TEXTS = {key for key, kind in key_types().items() if kind in (str, str | None)}

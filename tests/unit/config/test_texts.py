@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from hybrid_gkd.config.loading import load_config
@@ -66,7 +68,7 @@ def test_merge_keys_of_yaml_files_leave_each_text_at_its_key(tmp_path):
             "data.train_files", "actor_rollout_ref.model.override_config", "trainer.wandb",
         )),
         *((f"data.max_response_length_schedule={{{each}}}", "length_schedule: must have a space after each colon") for
-            each in ("1:4", "1: 4, 100:8")),
+            each in ("1:4", "1: 4, 100:8", "1:4.5")),
         ("trainer.experiment_name='a", r"trainer\.experiment_name: the value is not valid YAML: .*; got \"'a\""),
     ],
 )
@@ -74,6 +76,36 @@ def test_what_cannot_be_read_is_an_error_of_one_line(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config([*OWN, override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("data.train_files={/p/a.jsonl: 0.5, b: 1, /p/a.jsonl: 0.25}", "/p/a.jsonl"),
+        ("data.max_response_length_schedule={1: 4, 1: 8}", "1"),
+        ("actor_rollout_ref.model.override_config={a: [{1: 2, 1: 3}]}", "1"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.a=[{1: 2, 1: 3}]", "1"),
+        ("reward={functions: {math: 1, math: 2}}", "math"),
+    ],
+)
+def test_a_name_that_is_given_twice_in_a_mapping_is_refused(tmp_path, override, name):
+    key, _, value = override.partition("=")
+    name = f"('{name}' is given twice|found duplicate key {name}) "  # OmegaConf finds texts
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: .*{name}.*; got '{re.escape(value)}'$"):
+        load_config([*OWN, override])
+    tree = "".join(f"{part}: {{" for part in key.split("."))[:-1] + value + "}" * key.count(".")
+    (tmp_path / "own.yaml").write_text(f"{tree}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"own\.yaml is not valid YAML: .*{name}"):
+        load_config(OWN, config_name="own", config_path=tmp_path)
+
+
+def test_names_of_a_mapping_may_override_those_that_it_merges(tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        "trainer: {wandb: {<<: &a {<<: &b {group: x, notes: y}, group: z}, notes: w}}\nreward: {<<: {answer_key: 1}}\n",
+        encoding="utf-8",
+    )
+    wandb = load_config(OWN, config_name="own", config_path=tmp_path).trainer.wandb
+    assert (wandb.group, wandb.notes) == ("z", "w")
 
 
 def test_files_with_weights():
