@@ -103,7 +103,8 @@ def examine_config(
             config = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:  # a reference to a key that there is not
             return None, [*problems, _unresolved(merged, error)]
-        problems += missing if whole else []
+        wrong = {error.key for error in problems}
+        problems += [error for error in missing if error.key not in wrong] if whole else []
     assert isinstance(config, Config)
     problems += _normalise(config)
     if whole:

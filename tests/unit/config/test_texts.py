@@ -99,6 +99,11 @@ def test_a_name_that_is_given_twice_in_a_mapping_is_refused(tmp_path, override, 
         load_config(OWN, config_name="own", config_path=tmp_path)
 
 
+def test_a_value_that_cannot_be_read_is_not_missing_too():
+    with pytest.raises(ConfigError, match=r"^data\.train_files: the value is not valid YAML: 'a' is given twice"):
+        load_config([*OWN[:2], "data.train_files={a: 1, a: 0.5}"])
+
+
 def test_names_of_a_mapping_may_override_those_that_it_merges(tmp_path):
     (tmp_path / "own.yaml").write_text(
         "trainer: {wandb: {<<: &a {<<: &b {group: x, notes: y}, group: z}, notes: w}}\nreward: {<<: {answer_key: 1}}\n",
