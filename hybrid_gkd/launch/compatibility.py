@@ -104,12 +104,12 @@ def check_all_stored(facts: Facts, teacher: RunTeacher, store: ScoreStore, score
     given = {task.row: task for task in tasks if task.response_ids is not None}
     readings = {row: completion_view(task, given_sample(task, 1, 0.0)) for row, task in given.items()}
     lacking = store.missing(scored_by, readings)
-    if missing := [task.row for task in tasks if task.row not in given or task.row in lacking]:
+    if missing := [task for task in tasks if task.row not in given or task.row in lacking]:
         raise DataError(
-            f"data.train_files: {len(missing)} of {len(tasks)} rows have no readable scores in {teacher.section.cache} "
-            f"({teacher.where}.cache) of {scored_by}, first row {missing[0]}: score their completions with `python -m "
-            "hybrid_gkd.teacher score` and the run's keys of data, or give the run a teacher "
-            f"({teacher.where}.model.path or server_ip), which rows without a completion need"
+            f"{missing[0].where}: no readable scores in {teacher.section.cache} ({teacher.where}.cache) of {scored_by}, "
+            f"as for {len(missing)} of {len(tasks)} rows: score their completions with `python -m hybrid_gkd.teacher "
+            f"score` and the run's keys of data, or give the run a teacher ({teacher.where}.model.path or server_ip), "
+            "which rows without a completion need"
         )
 
 

@@ -150,7 +150,7 @@ def test_rows_without_scores_are_found_before_a_run_without_a_teacher(folder, se
     facts = Facts(config_of(folder, f"actor_rollout_ref.teacher.cache={folder / 'store'}", *more))
     for check in (inputs.student, inputs.files, inputs.data):
         check(facts)
-    rule = rf"^data\.train_files: {missing} have no readable scores in .*store .*, first row 1: "
+    rule = rf"^data\.train_files: .*answers.jsonl', row 1: no readable scores in .*store .*, as for {missing}: "
     with pytest.raises(DataError, match=rule):
         check_compatibility(facts)
 
