@@ -41,8 +41,10 @@ class Task:
     """Ground truth for reward functions; None if the data has none."""
     data_source: str | None = None
     """Name of the row's data set (`data.reward_fn_key`); None if the data has none."""
-    where: str = ""
-    """Beginning of messages about the row: configuration key, file, and row within the file."""
+    source: str = ""
+    """Configuration key and file, for messages."""
+    place: int = 0
+    """Position in the file, from 0 on."""
     file: str = ""
     """Short name of the row's file, used as data source in validation metrics if that is None."""
     entry: int = 0
@@ -54,8 +56,13 @@ class Task:
 
     @property
     def row(self) -> int:
-        """Return the row number in messages, from 1 on."""
+        """Return the number over all files, from 1 on."""
         return self.index + 1
+
+    @property
+    def where(self) -> str:
+        """Return the beginning of messages about the row."""
+        return f"{self.source}, row {self.place + 1}" if self.source else f"row {self.row} of the data"
 
 
 class SampleId(NamedTuple):

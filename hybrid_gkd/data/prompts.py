@@ -188,7 +188,7 @@ def make_prompts(
                     **fit(answer, length, len(token_ids)) if answer else {},
                     messages=row.messages if keep_messages else None, tools=row.tools, text=_user_text(row.messages),
                     answer=row.answer, data_source=row.data_source, extra_info=row.extra_info,
-                    where=f"{table.where}, row {place + 1}", file=file, entry=table.entry, weight=table.weight,
+                    source=table.where, place=place, file=file, entry=table.entry, weight=table.weight,
                     teacher=row.teacher,
                 ))  # fmt: skip
         problems += _untrained(prompts[before:])

@@ -106,8 +106,8 @@ def check_all_stored(facts: Facts, teacher: RunTeacher, store: ScoreStore, score
     lacking = store.missing(scored_by, readings)
     if missing := [task for task in tasks if task.row not in given or task.row in lacking]:
         raise DataError(
-            f"{missing[0].where}: no readable scores in {teacher.section.cache} ({teacher.where}.cache) of {scored_by}, "
-            f"as for {len(missing)} of {len(tasks)} rows: score their completions with `python -m hybrid_gkd.teacher "
+            f"{missing[0].where}: no readable scores in {teacher.section.cache} ({teacher.where}.cache) of {scored_by}"
+            f", as for {len(missing)} of {len(tasks)} rows: score their completions with `python -m hybrid_gkd.teacher "
             f"score` and the run's keys of data, or give the run a teacher ({teacher.where}.model.path or server_ip), "
             "which rows without a completion need"
         )

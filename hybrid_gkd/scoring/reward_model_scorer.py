@@ -45,10 +45,10 @@ class RewardTexts:
         assert task.messages is not None
         answer = decode(self.tokenizer, task, sample)
         if not self.own.chat_template:
-            prompt = plain_text(task.messages, task.tools, f"row {task.row} of the data: reward_model.model.path")
+            prompt = plain_text(task.messages, task.tools, f"{task.where}: reward_model.model.path")
             return np.array(self.own(f"{prompt}\n{answer}").input_ids, np.int32)
         chat = [*task.messages, {"role": "assistant", "content": answer}]
-        text = renderer(self.own, {}, f"row {task.row} of the data: reward_model.model.path")(chat, tools=task.tools)
+        text = renderer(self.own, {}, f"{task.where}: reward_model.model.path")(chat, tools=task.tools)
         return np.array(self.own(text, add_special_tokens=False).input_ids, np.int32)
 
 
@@ -75,7 +75,7 @@ class RewardModelScorer:
         found = self.group.compute_reward_scores(self._plan(texts))
         for index, (task, _) in enumerate(pairs):
             if not math.isfinite(found[index]):
-                raise TrainingError(f"row {task.row} of the data: the reward model's score is {found[index]}")
+                raise TrainingError(f"{task.where}: the reward model's score is {found[index]}")
         return [Score(found[index], {TRUNCATED: float(each)}) for index, each in enumerate(cut)]
 
     def _plan(self, texts: list[np.ndarray]) -> list[tuple[tuple[RewardText, ...], ...]]:

@@ -54,7 +54,8 @@ def token_rewards(scores: Iterable[float], lengths: list[int]) -> Arrays:
 class _Entry:
     """A completion and its scores so far."""
 
-    row: int
+    where: str
+    """Beginning of messages: the row of the prompt."""
     response: Response
     alive: weakref.ref[np.ndarray]
     outcomes: dict[str, Future[Outcome]] = field(default_factory=dict)
@@ -177,7 +178,7 @@ class RewardScorer:
         done = failed = 0
 
         def detail() -> str:
-            now = f", now row {entries[done].row} of the data" if done < len(entries) else ""
+            now = f", now {entries[done].where}" if done < len(entries) else ""
             return f"{done} of {len(entries)} completions are scored{now}"
 
         with waiting(f"the reward function {labels}", limit, detail) as wait:
@@ -249,7 +250,7 @@ class RewardScorer:
                 extra_info=task.extra_info, limit_fraction=sample.num_trained / self.config.data.max_response_length,
             )  # fmt: skip
             alive = weakref.ref(sample.tokens, lambda _: self._entries.pop(key, None))
-            self._entries[key] = _Entry(task.row, response, alive)
+            self._entries[key] = _Entry(task.where, response, alive)
         return self._entries[key]
 
     def _submit(self, function: RewardFunction, entries: list[_Entry]) -> None:
@@ -281,7 +282,7 @@ class RewardScorer:
             except TimeoutError:
                 if self._pool.num_done == seen:
                     raise TrainingError(
-                        f"row {entry.row} of the data: the processes of the reward {function.label} hang ({limit:.0f} "
+                        f"{entry.where}: the processes of the reward {function.label} hang ({limit:.0f} "
                         "s without any score); find the call that blocks, or raise reward.timeout"
                     ) from None
                 seen = self._pool.num_done
@@ -292,9 +293,9 @@ class RewardScorer:
         if isinstance(outcome, Score):
             return outcome
         if outcome.is_data_error:
-            raise DataError(f"row {entry.row} of the data: {outcome.reason}")
+            raise DataError(f"{entry.where}: {outcome.reason}")
         text = (
-            f"row {entry.row} of the data: the reward {function.label} {outcome.reason}; reference answer "
+            f"{entry.where}: the reward {function.label} {outcome.reason}; reference answer "
             f"{(entry.response.answer or '')[:80]!r}, completion {entry.response.text[:80]!r}"
         )
         value = self.section.score_on_error if function.name == CUSTOM else lowest_score(function.name, entry.response)

@@ -120,12 +120,12 @@ class CompletionPrompts(TaskPrompts):
             if prompt is None:
                 unscored.append(sample.id)
             else:
-                ids = self._token_ids(task, prompt, self._where(sample))
+                ids = self._token_ids(task, prompt, self._where(task, sample))
                 found.append((dataclasses.replace(task, teacher_ids=ids), sample))
         return found, unscored
 
-    def _where(self, sample: Sample) -> str:
-        return f"{KEY}={self._config.distillation.teacher_prompt_fn}, {sample.id} of the data"
+    def _where(self, task: Task, sample: Sample) -> str:
+        return f"{KEY}={self._config.distillation.teacher_prompt_fn}, {task.where}, sample {sample.id.number}"
 
     def _ask(self, calls: list[tuple[Task, Completion, tuple[Completion, ...]]]) -> list[Any]:
         """Call the function; return its results. Raises TrainingError: it raised, or took too long."""
@@ -135,12 +135,13 @@ class CompletionPrompts(TaskPrompts):
         # A daemon thread: a function that hangs must not keep the run from ending.
         threading.Thread(target=_answer, args=(self._function, calls, futures), name=KEY, daemon=True).start()
         with waiting(KEY, limit if seconds else None, lambda: f"{len(found)} of {len(calls)} prompts") as waited:
-            for (_, sample, _), future in zip(calls, futures, strict=True):
+            for (task, sample, _), future in zip(calls, futures, strict=True):
                 wait([future], timeout=seconds)
                 if not future.done():
-                    raise TrainingError(f"{self._where(sample)}: no prompt within {limit}")
+                    raise TrainingError(f"{self._where(task, sample)}: no prompt within {limit}")
                 if (error := future.exception()) is not None:
-                    raise TrainingError(f"{self._where(sample)}: raised {type(error).__name__}: {error}") from error
+                    rule = f"raised {type(error).__name__}: {error}"
+                    raise TrainingError(f"{self._where(task, sample)}: {rule}") from error
                 found.append(future.result())
                 waited.restart_timeout()
         return found

@@ -177,7 +177,7 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
 def test_a_given_completion_needs_a_row_in_every_teacher(models):
     """Since what is scored is the same for all teachers; a prompt only in that of its row."""
     facts = check(models, "student")
-    task = Task(index=0, token_ids=np.array([5, 258], np.int32), text="", teacher="b", where="a.jsonl, row 1")
+    task = Task(index=0, token_ids=np.array([5, 258], np.int32), text="", teacher="b", source="a.jsonl")
     facts.train_prompts = [task]
     check_rows("teacher", "A", 258, facts, of_teacher="a")
     with pytest.raises(DataError, match=r"^a\.jsonl, row 1: the prompt has the token '.*' with the id 258; the t"):

@@ -303,12 +303,14 @@ def test_an_answer_without_a_number_is_named_before_the_run(name):
     facts.reward = load_functions(facts.config.reward)
     rows = enumerate([("#### 4", "openai/gsm8k"), (None, "openai/gsm8k"), ("x", "aime2024"), ("n/a", "openai/gsm8k")])
     tasks = [
-        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer, where=f"row {row}")
+        Task(
+            index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer, source="f", place=row
+        )
         for row, (answer, source) in rows
-    ]
+    ]  # fmt: skip
     facts.train_prompts, facts.val_prompts = tasks[:2], tasks
     row = 2 if name == "gsm8k" else 3
-    with pytest.raises(DataError, match=rf"^row {row}: the gsm8k reward needs a number"):
+    with pytest.raises(DataError, match=rf"^f, row {row + 1}: the gsm8k reward needs a number"):
         check_right_answers(facts)
 
 
@@ -317,7 +319,7 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
                                "actor_rollout_ref.rollout.n=2", "reward.name=by_data_source", "reward.answer_key=a"]))
     facts.reward = load_functions(facts.config.reward)
     prompts = [
-        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, where=f"row {row}")
+        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, source="f", place=row)
         for row, source in enumerate(["openai/gsm8k", "aime2024", None])
     ]
     facts.train_prompts = prompts[:2]
@@ -329,7 +331,7 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
         facts.train_prompts = prompts[:1]
         check_data_sources(facts)
     facts.val_prompts = prompts
-    with pytest.raises(DataError, match=r"^row 2, column 'data_source' \(data\.reward_fn_key\): .* for None"):
+    with pytest.raises(DataError, match=r"^f, row 3, column 'data_source' \(data\.reward_fn_key\): .* for None"):
         check_data_sources(facts)
 
 

@@ -123,7 +123,7 @@ def test_the_text_of_a_given_completion_has_its_excluded_spans_and_not_the_promp
 )
 def test_what_is_no_prompt_is_an_error_with_function_and_row(function, name, error, message):
     prompts = make_prompts(function(name), "reward.timeout=0.2")
-    with pytest.raises(error, match=rf"teacher_prompt_fn=.*prompts.py:{name}, row 3, sample 0 of the data: {message}"):
+    with pytest.raises(error, match=rf"teacher_prompt_fn=.*prompts.py:{name}, row 3 of the data, sample 0: {message}"):
         prompts.finished(group_of(2, "a", "b", "c"))
 
 
