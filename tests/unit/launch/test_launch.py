@@ -304,7 +304,8 @@ def test_an_answer_without_a_number_is_named_before_the_run(name):
     rows = enumerate([("#### 4", "openai/gsm8k"), (None, "openai/gsm8k"), ("x", "aime2024"), ("n/a", "openai/gsm8k")])
     tasks = [
         Task(
-            index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer, source="f", place=row
+            index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source, answer=answer, source="f",
+            place=row,
         )
         for row, (answer, source) in rows
     ]  # fmt: skip
