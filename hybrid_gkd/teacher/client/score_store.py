@@ -152,18 +152,20 @@ class ScoreStore:
             raise TeacherError(f"{self.folder / FILE}: cannot decode the description of a teacher: {error}") from error
 
     def missing(self, scored_by: ScoredBy, readings: Mapping[T, Reading]) -> dict[T, Reading]:
-        """Return the readings without scores; damaged entries are logged and count as missing."""
-        found, num_read = dict[T, Reading](), 0
+        """Return the readings without scores; damaged entries count as missing, and their number is logged."""
+        found, damaged, num_read = dict[T, Reading](), list[str](), 0
         with waiting("the stored scores", detail=lambda: f"{num_read} of {len(readings)} are read"):
             for name, reading in readings.items():
                 try:
                     scores = self.get(scored_by, reading)
                 except TeacherError as error:
-                    log.warning("%s: its entry in %s is damaged: %s", reading.name, self.folder, error)
+                    damaged.append(f"{reading.name}: {error}")
                     scores = None
                 if scores is None:
                     found[name] = reading
                 num_read += 1
+        if damaged:
+            log.warning("%s: %d stored scores are damaged, the first of %s", self.folder, len(damaged), damaged[0])
         return found
 
     def get(self, scored_by: ScoredBy, reading: Reading) -> TopK | None:

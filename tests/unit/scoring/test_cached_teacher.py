@@ -299,7 +299,7 @@ def test_a_store_that_is_deleted_in_use_takes_no_more_and_says_so(store, caplog)
     assert len(asked) == 3
 
 
-def test_damaged_pages_are_found_and_the_error_says_what_to_do(store):
+def test_damaged_pages_are_found_and_the_error_says_what_to_do(store, caplog):
     given = {row: reading(row, *range(40)) for row in range(200)}
     for each in given.values():
         store.put(SCORED_BY, each, scores_of(each))
@@ -312,6 +312,7 @@ def test_damaged_pages_are_found_and_the_error_says_what_to_do(store):
     with contextlib.closing(ScoreStore(store.folder)) as again:
         lacking = again.missing(SCORED_BY, given)
         assert 0 < len(lacking) <= len(given)
+        assert f"{store.folder}: {len(lacking)} stored scores are damaged, the first of row " in caplog.text
         rule = "malformed; the file is damaged: delete it, and its completions are scored again"
         with pytest.raises(TeacherError, match=rule):
             [again.put(SCORED_BY, given[row], scores_of(given[row])) for row in lacking]
