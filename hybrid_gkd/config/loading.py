@@ -312,7 +312,7 @@ def _full_key(error: Exception, default: str = "config") -> str:
 def _reason(error: Exception) -> str:
     """Return the reason of an error in one line."""
     if not isinstance(error, OmegaConfBaseException):
-        return " ".join(str(error).split())
+        return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())  # PyYAML's name of an override
     reason = str(error.msg or error).splitlines()[0]
     if "is not a ListConfig" in reason or "is not a TupleConfig" in reason:
         return "must be a list: comma-separated items in brackets"
