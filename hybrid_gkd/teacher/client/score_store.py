@@ -40,7 +40,7 @@ REMEDIES = {
     sqlite3.SQLITE_CANTOPEN: NOT_WRITABLE, sqlite3.SQLITE_READONLY: NOT_WRITABLE,
     sqlite3.SQLITE_CORRUPT: DAMAGED, sqlite3.SQLITE_NOTADB: DAMAGED,
 }  # fmt: skip
-"""What is added to errors of SQLite, by their primary code."""
+"""Texts after errors of SQLite, by their primary code."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS teachers (
     weights TEXT, topk INTEGER, temperature REAL, num_ids INTEGER, model TEXT,

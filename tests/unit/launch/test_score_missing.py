@@ -1,4 +1,4 @@
-"""What `python -m hybrid_gkd.teacher score` does with a teacher that has ended, and with the store of another one."""
+"""`python -m hybrid_gkd.teacher score` with a teacher that has ended, and with the store of another one."""
 
 import contextlib
 import dataclasses
