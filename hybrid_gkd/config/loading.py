@@ -197,8 +197,6 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _parse_override(override: str) -> Tree | ConfigError:
-    # A step within a dotted key would be a text.
-    override = re.sub(rf"^(\+*{re.escape(SCHEDULE)})\.([\w-]+)=(.*)", r"\1={\2: \3}", override)
     key, equals, value = override.partition("=")
     if key.startswith("~"):
         rule = "keys cannot be deleted, since every key has a value; set it, to null if it is optional"

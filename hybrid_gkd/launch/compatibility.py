@@ -101,10 +101,10 @@ def check_teacher_tokens(facts: Facts, teacher: RunTeacher) -> str:
 def check_all_stored(facts: Facts, teacher: RunTeacher, store: ScoreStore, scored_by: ScoredBy) -> None:
     """Raise DataError for training rows of a run without a teacher that the store has no readable scores of."""
     tasks = [task for task in facts.train_prompts if task.teacher == teacher.key]
-    given = {task.row: task for task in tasks if task.response_ids is not None}
-    readings = {row: completion_view(task, given_sample(task, 1, 0.0)) for row, task in given.items()}
+    given = (task for task in tasks if task.response_ids is not None)
+    readings = {task.row: completion_view(task, given_sample(task, 1, 0.0)) for task in given}
     lacking = store.missing(scored_by, readings)
-    if missing := [task for task in tasks if task.row not in given or task.row in lacking]:
+    if missing := [task for task in tasks if task.row not in readings or task.row in lacking]:
         raise DataError(
             f"{missing[0].where}: no readable scores in {teacher.section.cache} ({teacher.where}.cache) of {scored_by}"
             f", as for {len(missing)} of {len(tasks)} rows: score their completions with `python -m hybrid_gkd.teacher "

@@ -14,7 +14,7 @@ from hybrid_gkd.errors import TeacherError, TeacherMismatch
 from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
-from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import NO_SCORES, ScoredBy, ScoreStore
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Reading, TopK
 
@@ -31,7 +31,7 @@ def stored_teacher(store: ScoreStore, needs: StudentNeeds) -> ScoredBy:
     """
     found = store.teachers()
     if not found:
-        raise TeacherMismatch(f"{KEY}: {store.folder} has no scores; create them: python -m hybrid_gkd.teacher score")
+        raise TeacherMismatch(f"{KEY}: {store.folder} {NO_SCORES}")
     fitting = [each for each in found if (each.topk, each.temperature) == (needs.topk, needs.temperature)]
     if not fitting:
         raise TeacherMismatch(

@@ -34,6 +34,7 @@ T = TypeVar("T")
 FILE = "scores.sqlite3"
 BUSY_SECONDS = 30.0
 """Timeout of waiting for another process that writes."""
+NO_SCORES = "has no scores; create them: python -m hybrid_gkd.teacher score"
 NOT_WRITABLE = "; its folder must be writable, also to read it"
 DAMAGED = "; the file is damaged: delete it, and its completions are scored again"
 REMEDIES = {
@@ -99,7 +100,7 @@ class ScoreStore:
         self._recorded = set[tuple[Any, ...]]()
         """Teachers that are in the table."""
         if not create and not (self.folder / FILE).exists():
-            raise TeacherError(f"{self.folder} has no scores; create them: python -m hybrid_gkd.teacher score")
+            raise TeacherError(f"{self.folder} {NO_SCORES}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(
