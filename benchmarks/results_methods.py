@@ -101,7 +101,7 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 """TRL's vLLM in the process of its trainer."""
 REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
-    "opd": Method(title="on-policy distillation"),
+    "opd": Method(title="on-policy distillation", settings=grid((1e-3, 5e-4, 3e-4), (32, 16))),
     "opd_diverse": sampled_at(1.3),
     "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
     "opd_rewards": Method(

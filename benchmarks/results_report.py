@@ -236,7 +236,7 @@ def report(root: Path, regimes: dict[str, tuple[str, dict[str, str]]], docs: Pat
         raise SystemExit("no runs are stored: the same command with run makes them")
     parts = ["# Results", METHOD]
     for folder, found in runs.items():
-        parts += section(folder, found, regimes, docs)
+        parts += section(folder, found, regimes, docs, pictures=["results", *folder.relative_to(root).parts])
     for folder in folders:
         parts += words(folder / "more.md")
     parts.append("This page is generated: `python benchmarks/results.py report`, from `benchmarks/results/`.")
@@ -244,17 +244,20 @@ def report(root: Path, regimes: dict[str, tuple[str, dict[str, str]]], docs: Pat
     print(docs / "results.md")
 
 
-def section(folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dict[str, str]]], docs: Path) -> list[str]:
-    """Return the page's paragraphs on the runs of one folder, and draw their pictures."""
+def section(
+    folder: Path, found: list[Stored], regimes: dict[str, tuple[str, dict[str, str]]], docs: Path, pictures: list[str]
+) -> list[str]:
+    """Return the page's paragraphs on the runs of one folder, and draw their pictures, whose names begin with these."""
     names = {name: title for _, titles in regimes.values() for name, title in titles.items()}
     runs, searched = by_name(found, names), by_name(read_all(folder / "search"), names)
     parts, search = [*words(folder / "about.md"), facts(found)], ["# Search", SEARCH]
     for regime, (title, titles) in regimes.items():
         if some := {name: runs[name] for name in titles if name in runs}:
             picture = "Accuracy" if has_accuracy(run for each in some.values() for run in each) else "Divergence"
-            draw(chart(some, titles, PANELS[picture]), docs / f"results_{regime}.svg")
+            file = docs / ("_".join(dict.fromkeys([*pictures, regime])) + ".svg")
+            draw(chart(some, titles, PANELS[picture]), file)
             parts += [f"### {title}", *words(folder / f"{regime}.md")]
-            parts += [f"![{picture} by minutes and by tokens](results_{regime}.svg)", table(some, titles)]
+            parts += [f"![{picture} by minutes and by tokens]({file.name})", table(some, titles)]
         if some := {name: searched[name] for name in titles if name in searched}:
             search += [f"## {title}", search_table(some, titles)]
     if searched:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -79,7 +81,11 @@ class Recorder(TrainerCallback):
             # in the type that the program generates in
             copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
             val = list(read_json_lines(self.paths.val))
-            answers = greedy_answers(copy, self.tokenizer, val, limit=self.limit)
+            answers = [
+                text for at in range(0, len(val), 128)
+                for text in greedy_answers(copy, self.tokenizer, val[at : at + 128], limit=self.limit)
+            ]  # fmt: skip
+            torch.cuda.empty_cache()  # caches that grew with each token: other runs may share the GPU
             right = (self.reward(text, row["answer"]) for text, row in zip(answers, val, strict=True))
             return {"val/accuracy": sum(right) / len(val)}
 
@@ -175,6 +181,8 @@ def main() -> None:
     else:
         make, settings = AutocastTrainer, forward_kl(args.device, **shared)
     args.out.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # TRL's vLLM takes one port for all runs of a machine
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     with open(args.out / "metrics.jsonl", "w", encoding="utf-8") as log:
         trainer = make(
             student, teacher, settings, train_dataset=prompts, processing_class=tokenizer,

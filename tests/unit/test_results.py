@@ -61,8 +61,9 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
     stored(other / "search" / "compress-opd-seed-0.csv", [(0, 0, 0.3), (1, 1e6, 0.25)], "val/forward_kl", **search)
     stored(tmp_path / "search" / "many-opd-seed-0.csv", [(0, 0, 0.1), (1, 1e6, 0.4)], **search)
     stored(tmp_path / "few-opd-seed-1.csv", [(0, 0, 0.1), (1, 4e6, 0.3)], together=2, setting="rate 5")
+    stored(tmp_path / "peers" / "many-opd-seed-0.csv", [(0, 0, 0.1), (7, 1e6, 0.6)], models="y")
     (tmp_path / "empty").mkdir()
-    for name in ("about", "few", "more", "compress/about", "empty/about"):
+    for name in ("about", "few", "more", "compress/about", "empty/about", "peers/many"):
         (tmp_path / f"{name}.md").write_text(f"Words of {name}.\n", encoding="utf-8")
     results_report.report(tmp_path, TITLES, tmp_path)
     page = (tmp_path / "results.md").read_text(encoding="utf-8")
@@ -78,6 +79,7 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
         "![Divergence by minutes and by tokens](results_compress.svg)",
         f"| distillation | 1 | 0.2000 | 1.00 | 1.00 | {setting} |",
         "[search](compress/search/README.md)",
+        "models y;", "Words of peers/many.", "![Accuracy by minutes and by tokens](results_peers_many.svg)",
         "Words of more.",
     ]  # fmt: skip
     places = [page.find(part) for part in parts]
@@ -87,8 +89,11 @@ def test_the_page_has_a_table_and_a_picture_per_regime_and_facts_per_folder(tmp_
         assert f"| distillation | 1 | {end} |" in (folder / "search" / "README.md").read_text(encoding="utf-8")
     assert "GRPO" not in page  # it has no runs
     assert "Words of empty" not in page
-    for regime, label in (("many", "accuracy on"), ("few", "accuracy on"), ("compress", "KL(teacher, student)")):
-        assert label in (tmp_path / f"results_{regime}.svg").read_text(encoding="utf-8")
+    for picture, label in (
+        ("many", "accuracy on"), ("few", "accuracy on"), ("peers_many", "accuracy on"),
+        ("compress", "KL(teacher, student)"),
+    ):  # fmt: skip
+        assert label in (tmp_path / f"results_{picture}.svg").read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_compared_or_read_is_refused(tmp_path):
