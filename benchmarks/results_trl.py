@@ -81,10 +81,7 @@ class Recorder(TrainerCallback):
             # in the type that the program generates in
             copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
             val = list(read_json_lines(self.paths.val))
-            answers = [
-                text for at in range(0, len(val), 128)
-                for text in greedy_answers(copy, self.tokenizer, val[at : at + 128], limit=self.limit)
-            ]  # fmt: skip
+            answers = greedy_answers(copy, self.tokenizer, val, limit=self.limit, batch_size=128)
             torch.cuda.empty_cache()  # caches that grew with each token: other runs may share the GPU
             right = (self.reward(text, row["answer"]) for text, row in zip(answers, val, strict=True))
             return {"val/accuracy": sum(right) / len(val)}

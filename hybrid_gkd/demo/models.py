@@ -89,11 +89,13 @@ def prompt_text(prompt: str) -> str:
     return f"<|user|>{prompt}{END}<|assistant|>"
 
 
-def greedy_answers(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int) -> list[str]:
+def greedy_answers(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int, batch_size: int = 512
+) -> list[str]:
     """Return the greedy completion of every row's prompt, of at most `limit` tokens, without special tokens."""
     import torch
 
-    texts, batch_size = list[str](), 512
+    texts = list[str]()
     for start in range(0, len(rows), batch_size):
         prompts = [prompt_text(row["prompt"]) for row in rows[start : start + batch_size]]
         tokens = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(model.device)
