@@ -102,6 +102,10 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
 MANY = {
     "opd": Method(title="on-policy distillation", settings=grid((1e-3, 5e-4, 3e-4), (32, 16))),
+    "opd_fresh": Method(
+        title="on-policy distillation, new completions for each optimizer step", settings=grid((1e-3,), (32,), (8.0,)),
+        overrides="data.train_batch_size=${by_device:32,2}",
+    ),
     "opd_diverse": sampled_at(1.3),
     "opd_reverse": Method(title="on-policy distillation, reverse KL", overrides=REVERSE),
     "opd_rewards": Method(

@@ -154,7 +154,7 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, len(scores))
             with self.clock.span("update_actor"):
-                scored = [with_teacher(sample, found[sample.id]) for sample in samples]
+                scored = [self._with_teacher(sample, found[sample.id]) for sample in samples]
                 samples = [weighting.after_scoring(sample) for sample in scored]
                 return self.train(samples) | self._end_metrics(scored) | weighting.metrics(whole, samples)
         updates, under_way = list[dict[str, float]](), list[Callable[[], list[dict[str, float]]]]()
@@ -207,7 +207,7 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, min(missing(), len(scores)))
             for each in sorted(found, key=position.__getitem__):
-                scored[each] = with_teacher(mini_batch[position[each]], found[each])
+                scored[each] = self._with_teacher(mini_batch[position[each]], found[each])
                 waiting.append(scored[each])
             with self.clock.span("update_actor"):
                 if not scores:
@@ -217,6 +217,13 @@ class GKDTrainer(PPOTrainer):
                     count = batches.count_full(waiting)
                     self.group.accumulate(batches.parts(waiting[:count], num_tokens))
                     waiting = waiting[count:]
+
+    def _with_teacher(self, sample: Sample, scores: Scored | None) -> Sample:
+        """Call `with_teacher` with the sampled tokens among the candidates, if configured."""
+        if scores is not None and self.config.distillation.candidates == "sampled":
+            several = {"teacher": scores} if isinstance(scores, TopK) else scores
+            scores = {name: each.with_sampled(sample.trained_ids) for name, each in several.items()}
+        return with_teacher(sample, scores)
 
     def _train_on_log_ratio(self, rollout: Rollout, scores: Scores, factor: float) -> dict[str, float]:
         """Train on advantages from the teacher's log-ratio of each trained token, and from rewards if configured."""

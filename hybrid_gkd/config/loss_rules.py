@@ -153,7 +153,7 @@ def _mixed(config: Config) -> Rules:
 
 
 def _candidates(config: Config) -> Rules:
-    """Yield the rules of the student's candidates."""
+    """Yield the rules of candidates that the teacher alone does not choose."""
     loss, key, needs = config.distillation, "distillation.candidates", "must be teacher with"
     if loss.candidates == "teacher":
         return
@@ -161,8 +161,11 @@ def _candidates(config: Config) -> Rules:
     yield key, not loss.as_reward, f"{needs} distillation.as_reward, which has none"
     all_sampled = loss.loss_fn is None and used == takes_samples
     yield key, not all_sampled, f"{needs} distillation.loss_mode={loss.loss_mode}, which has none"
+    if loss.candidates == "sampled":
+        yield "distillation.topk", loss.topk > 1, f"must be at least 2 with {key}=sampled"
+        return
     cached = [f"{each.where}.cache" for each in run_teachers(config) if each.section.cache is not None]
-    yield key, not cached, f"{needs} {', '.join(cached)}, which has the teacher's"
+    yield key, not cached, f"must be teacher or sampled with {', '.join(cached)}, which has the teacher's"
 
 
 def _cross_tokenizer(config: Config) -> Rules:
