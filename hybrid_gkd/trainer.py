@@ -219,11 +219,13 @@ class GKDTrainer(PPOTrainer):
                     waiting = waiting[count:]
 
     def _with_teacher(self, sample: Sample, scores: Scored | None) -> Sample:
-        """Call `with_teacher` with the sampled tokens among the candidates, if configured."""
-        if scores is not None and self.config.distillation.candidates == "sampled":
-            several = {"teacher": scores} if isinstance(scores, TopK) else scores
-            scores = {name: each.with_sampled(sample.trained_ids) for name, each in several.items()}
-        return with_teacher(sample, scores)
+        """Return the sample with the scores of its teacher or teachers, if it has any."""
+        if scores is None:
+            return sample
+        found = {"teacher": scores} if isinstance(scores, TopK) else scores
+        if self.config.distillation.candidates == "sampled":
+            found = {name: each.with_sampled(sample.trained_ids) for name, each in found.items()}
+        return sample.with_signals(**found)
 
     def _train_on_log_ratio(self, rollout: Rollout, scores: Scores, factor: float) -> dict[str, float]:
         """Train on advantages from the teacher's log-ratio of each trained token, and from rewards if configured."""
@@ -231,7 +233,7 @@ class GKDTrainer(PPOTrainer):
             answers = self.with_old_logprobs([*rollout.samples, *rollout.greedy])  # while the teacher scores
         with self.clock.span("wait_prev_teacher"):
             found = self._take_scores(scores, len(answers))
-        answers = [with_teacher(sample, found[sample.id]) for sample in answers]
+        answers = [self._with_teacher(sample, found[sample.id]) for sample in answers]
         samples, greedy = answers[: len(rollout.samples)], answers[len(rollout.samples) :]
         coef = self.config.distillation.distillation_loss_coef * factor
         rewards, metrics = teacher_rewards(self.config, samples, coef)
@@ -334,13 +336,6 @@ class GKDTrainer(PPOTrainer):
             for task, sample in pairs
             if task.index in chosen and sample.id.number == 0
         }  # fmt: skip
-
-
-def with_teacher(sample: Sample, scores: Scored | None) -> Sample:
-    """Return the sample with the scores of its teacher or teachers, if it has any."""
-    if scores is None:
-        return sample
-    return sample.with_signals(**({"teacher": scores} if isinstance(scores, TopK) else scores))
 
 
 def end_metrics(samples: list[Sample]) -> dict[str, float]:

@@ -113,13 +113,13 @@ class TopK:
         return TopK(**{name: array[kept] for name, array in self.parts().items()})
 
     def with_sampled(self, trained_ids: np.ndarray) -> TopK:
-        """Return the candidates with the trained tokens, int32 [R], among them; K of at least 2.
+        """Return the scores with the trained tokens, int32 [R], among the candidates.
 
-        A trained token outside of S replaces the least likely candidate, whose mass joins the tail.
+        Where it is not among them, a trained token replaces the least likely candidate, whose mass joins the tail.
         """
         outside = ~(self.ids == trained_ids[:, None]).any(1)
         ids, logprobs, tail = self.ids.copy(), self.logprobs.copy(), self.tail_logprobs.copy()
-        # The tail has the trained token, and its mass is at least that of the replaced candidate after the exchange.
+        # The trained token is a part of the tail until then; rounding may make it larger than the whole.
         left = np.exp(tail[outside], dtype=np.float64) - np.exp(self.sampled_logprobs[outside], dtype=np.float64)
         with np.errstate(divide="ignore"):
             tail[outside] = np.log(left.clip(min=0) + np.exp(logprobs[outside, -1], dtype=np.float64))
