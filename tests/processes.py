@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 TIMEOUT = 120.0  # seconds; ends a test that hangs
 
 
@@ -24,6 +26,27 @@ def stop_process(pid):
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
     wait_until(lambda: all(_state(thread) in "TX" for thread in threads.iterdir()), f"for process {pid} to stop")
+
+
+def command_line(process):
+    """Return the command line of a process, empty once it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # zombies included
+        return ""
+
+
+def files_of(process):
+    """Return the paths of a process's open files, none once it has ended."""
+    try:
+        return {file.path for file in process.open_files()}
+    except psutil.Error:  # also of a process that another user owns
+        return set()
+
+
+def descendants(process, part):
+    """Return the processes below this one that have a text in their command line."""
+    return [each for each in process.children(recursive=True) if part in command_line(each)]
 
 
 def _state(folder):

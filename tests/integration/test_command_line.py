@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import command_line, descendants, files_of, is_alive
 
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
@@ -89,7 +90,7 @@ def finish(process, timeout=300):
 
 def assert_gone(processes, seconds=30):
     _, alive = psutil.wait_procs(processes, timeout=seconds)
-    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+    assert not alive, list(map(command_line, alive))
 
 
 def run(args, **options):
@@ -124,7 +125,7 @@ def run_watched(args, environment=None):
                 for each in [root, *root.children(recursive=True)]:
                     with contextlib.suppress(psutil.Error):
                         places = [one.laddr for one in each.net_connections() if one.status == psutil.CONN_LISTEN]
-                        seen.update((place.ip, " ".join(each.cmdline())[:200]) for place in places)
+                        seen.update((place.ip, command_line(each)[:200]) for place in places)
 
     watching = threading.Thread(target=look)
     watching.start()
@@ -137,8 +138,7 @@ def run_watched(args, environment=None):
 
 def ray_folders(processes):
     """Folders of Ray's sessions, by the command lines of its processes."""
-    lines = [" ".join(each.cmdline()) for each in processes if each.is_running()]
-    return {Path(found) for line in lines for found in re.findall(r"/\S*/gkd_\w+", line)}
+    return {Path(found) for each in processes for found in re.findall(r"/\S*/gkd_\w+", command_line(each))}
 
 
 def listening_sockets():
@@ -457,7 +457,7 @@ def test_files_beside_the_run_take_no_module_s_place_in_any_process(world, tmp_p
 def test_two_interrupts_while_it_loads_leave_no_process(world, tmp_path):
     process = start(arguments(world, tmp_path, *HF))
     started = psutil.Process(process.pid)
-    wait_for(lambda: [p for p in started.children(recursive=True) if "Agent" in "".join(p.cmdline())], "Ray's agents")
+    wait_for(lambda: descendants(started, "Agent"), "Ray's agents")
     children = started.children(recursive=True)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
@@ -466,7 +466,7 @@ def test_two_interrupts_while_it_loads_leave_no_process(world, tmp_path):
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == "ended by SIGINT; all processes of this run are stopped"
     assert "Traceback" not in errors
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in children if is_alive(child.pid)]
 
 
 def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_saved(world, tmp_path):
@@ -480,7 +480,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
     log = str(tmp_path / "hybrid_gkd" / "gkd" / "logs" / "rollout_0.log")
     (victim,) = [
         child for child in psutil.Process(process.pid).children(recursive=True)
-        if any(file.path == log for file in child.open_files())
+        if log in files_of(child)
     ]
     victim.kill()
     code, _, errors = finish(process)
@@ -511,7 +511,7 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
     children = psutil.Process(process.pid).children(recursive=True)
-    victims = [child for child in children if victim in " ".join(child.cmdline()) and child.is_running()]
+    victims = [child for child in children if victim in command_line(child)]
     assert victims
     folders = ray_folders(children)
     assert folders
@@ -539,10 +539,9 @@ def test_a_killed_teacher_of_the_run_is_started_again_and_no_step_is_lost(world,
         "trainer.scheduler=two_step_off", *HF,
     ))  # fmt: skip
     wait_for(logged_step(tmp_path, 1), "step 1")
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in descendants(psutil.Process(process.pid), "hybrid_gkd.teacher"):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "hybrid_gkd.teacher" in " ".join(child.cmdline()):
-                child.kill()
+            child.kill()
     code, _, errors = finish(process)
     assert code == 0, errors
     assert "the teacher of this run was killed by SIGKILL (out of memory?), restart 1 of 5; its log: " in errors
@@ -555,10 +554,9 @@ def test_a_supervised_run_whose_driver_is_killed_ends_with_all_of_its_steps(worl
     supervisor = psutil.Process(process.pid)
     for step, victim in ((1, "-m hybrid_gkd actor"), (2, "raylet/raylet ")):
         wait_for(logged_step(tmp_path, step), f"step {step}")
-        for child in supervisor.children(recursive=True):
+        for child in descendants(supervisor, victim):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if victim in " ".join(child.cmdline()):
-                    child.kill()
+                child.kill()
     code, _, errors = finish(process, timeout=600)
     assert code == 0, errors
     rows = rows_of(tmp_path)

@@ -1,10 +1,10 @@
 """Workers that are killed are replaced within the run, which then computes what it would have without that."""
 
-import contextlib
 import time
 from pathlib import Path
 
 import psutil
+from processes import files_of
 from test_command_line import HF, OWN_POOL, arguments, finish, logged_step, run, start, wait_for, world  # noqa: F401
 from test_full_determinism import curves
 
@@ -26,8 +26,7 @@ def workers(process):
     def find():
         found = {}
         for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                found |= {Path(file.path).name: child for file in child.open_files() if file.path.endswith(LOGS)}
+            found |= {Path(path).name: child for path in files_of(child) if path.endswith(LOGS)}
         return found if len(found) == len(LOGS) else None
 
     return wait_for(find, "all workers")

@@ -24,12 +24,9 @@ def own_folder():
 
 
 def of_ray(folder):
-    """Ray's processes."""
-    found = []
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):  # zombies included
-            found += [each] if str(folder) in " ".join(each.cmdline()) else []
-    return [each for each in found if each.name() != "sh"]  # the guard, which is none of Ray's
+    """Ray's processes, without the guard, which is a shell."""
+    found = psutil.process_iter(["name", "cmdline"])  # None of processes that have ended
+    return [p for p in found if str(folder) in " ".join(p.info["cmdline"] or ()) and p.info["name"] != "sh"]
 
 
 def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afterwards(config, monkeypatch):
@@ -40,7 +37,7 @@ def test_sockets_and_token_are_in_a_folder_of_this_user_alone_which_is_gone_afte
         token = folder / "token"
         assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(token.stat().st_mode)) == (0o700, 0o600)
         processes = of_ray(folder)
-        assert {"gcs_server", "raylet"} <= {each.name() for each in processes}
+        assert {"gcs_server", "raylet"} <= {each.info["name"] for each in processes}
         for each in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 environment = each.environ()
