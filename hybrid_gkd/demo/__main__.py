@@ -7,6 +7,7 @@ import sys
 from hybrid_gkd.demo import gpu_demo, sorting
 from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.errors import HybridGKDError
+from hybrid_gkd.runtime.signals import handle_signals
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
         parser.error(f"--seed must not be negative, got {args.seed}")
     if args.device and args.demo != "gpu_demo":
         parser.error("--device is for gpu_demo; the sorting demo is built on the CPU")
+    handle_signals(lambda number, _: sys.exit(128 + number))  # through the builds' cleanup
     try:
         if args.demo == "gpu_demo":
             device = args.device or visible_device()

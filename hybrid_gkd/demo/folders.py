@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.runtime.files import share_as_folder
+from hybrid_gkd.runtime.processes import temporary_folder
 
 Row = dict[str, Any]
 
@@ -59,14 +58,11 @@ def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force
         return DemoPaths.under(root)
     _check_replaceable(root, key, force)
     root.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))
-    try:
-        building.chmod(0o755)  # mkdtemp gives 0o700, and other users may share the cache
+    with temporary_folder(f".{root.name}.", root.parent) as building:
+        building.chmod(0o755)  # other users may share the cache
         fill(DemoPaths.under(building))
         share_as_folder(building)
         move_into_place(building, root, key, force)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return DemoPaths.under(root)
 
 
@@ -101,17 +97,15 @@ def _check_replaceable(root: Path, key: str, force: bool) -> None:
 
 def move_into_place(building: Path, root: Path, key: str, force: bool) -> None:
     """Rename onto `root`; if another build was faster, keep that one."""
-    replaced = Path(tempfile.mkdtemp(prefix=f".{root.name}.old.", dir=root.parent))
-    try:
-        if force or not is_complete(root, key):
-            with contextlib.suppress(FileNotFoundError):
-                root.rename(replaced)  # onto an empty folder
-        building.rename(root)
-    except OSError:
-        if not is_complete(root, key):
-            raise
-    finally:
-        shutil.rmtree(replaced, ignore_errors=True)
+    with temporary_folder(f".{root.name}.old.", root.parent) as replaced:
+        try:
+            if force or not is_complete(root, key):
+                with contextlib.suppress(FileNotFoundError):
+                    root.rename(replaced)  # onto an empty folder
+            building.rename(root)
+        except OSError:
+            if not is_complete(root, key):
+                raise
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -189,6 +190,7 @@ def _part_of_manifest(paths: DemoPaths, part: str) -> Path:
 
 def _make(parts: tuple[str, ...], paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
     """Build parts of the demo, as the main function of a child process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes that generate texts are forked
     tokenizer, val = make_word_tokenizer(recipe, seed), make_val(recipe, seed)
@@ -198,6 +200,14 @@ def _make(parts: tuple[str, ...], paths: DemoPaths, recipe: GPUDemoRecipe, seed:
         else:
             found = {part: _make_model(part, paths, recipe, tokenizer, val, seed, device)}
         _part_of_manifest(paths, part).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent process has ended, however it ended; then end this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _make_data(paths: DemoPaths, recipe: GPUDemoRecipe, num_tokens: int, seed: int) -> dict[str, Any]:

@@ -46,9 +46,13 @@ def _wait(running: Callable[[], set[int]], timeout: float) -> set[int]:
 
 
 @contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Create a folder that other users cannot enter, and remove it at the end, also if this process is killed."""
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder, subprocess.Popen(
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Create a folder that other users cannot enter, and remove it at the end, also if this process is killed.
+
+    `parent`: default: the system's folder for temporary files.
+    """
+    made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+    with made as folder, subprocess.Popen(
         ["sh", "-c", 'read _; rm -rf -- "$0"', folder], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         start_new_session=True,
     ) as guard:  # fmt: skip

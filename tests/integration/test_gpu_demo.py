@@ -3,12 +3,15 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import TIMEOUT
 
 import hybrid_gkd
 from hybrid_gkd.config.loading import load_config
@@ -122,3 +125,17 @@ def test_the_recipe_has_values_for_a_gpu_and_for_none():
 def test_a_part_of_a_demo_that_there_is_not_is_named(path):
     with pytest.raises(ConfigError, match=r"must be \$\{demo:PART\} and"):
         load_config([f"actor_rollout_ref.model.path={path}"], config_name="demo")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_build_that_is_ended_leaves_no_process_and_no_file(tmp_path, number, code):
+    command = [sys.executable, "-m", "hybrid_gkd.demo", "gpu_demo", "--device=cpu", "--out", str(tmp_path / "demo")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert any("teacher: step 1 of" in line for line in process.stderr)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(TIMEOUT) == code
+        assert "Traceback" not in process.stderr.read()
+    assert children
+    assert not psutil.wait_procs(children, timeout=TIMEOUT)[1]
+    assert list(tmp_path.iterdir()) == []
