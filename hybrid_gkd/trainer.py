@@ -154,7 +154,7 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, len(scores))
             with self.clock.span("update_actor"):
-                scored = [self._with_teacher(sample, found[sample.id]) for sample in samples]
+                scored = [with_teacher(sample, found[sample.id]) for sample in samples]
                 samples = [weighting.after_scoring(sample) for sample in scored]
                 return self.train(samples) | self._end_metrics(scored) | weighting.metrics(whole, samples)
         updates, under_way = list[dict[str, float]](), list[Callable[[], list[dict[str, float]]]]()
@@ -207,7 +207,7 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, min(missing(), len(scores)))
             for each in sorted(found, key=position.__getitem__):
-                scored[each] = self._with_teacher(mini_batch[position[each]], found[each])
+                scored[each] = with_teacher(mini_batch[position[each]], found[each])
                 waiting.append(scored[each])
             with self.clock.span("update_actor"):
                 if not scores:
@@ -218,22 +218,13 @@ class GKDTrainer(PPOTrainer):
                     self.group.accumulate(batches.parts(waiting[:count], num_tokens))
                     waiting = waiting[count:]
 
-    def _with_teacher(self, sample: Sample, scores: Scored | None) -> Sample:
-        """Return the sample with the scores of its teacher or teachers, if it has any."""
-        if scores is None:
-            return sample
-        found = {"teacher": scores} if isinstance(scores, TopK) else scores
-        if self.config.distillation.candidates == "sampled":
-            found = {name: each.with_sampled(sample.trained_ids) for name, each in found.items()}
-        return sample.with_signals(**found)
-
     def _train_on_log_ratio(self, rollout: Rollout, scores: Scores, factor: float) -> dict[str, float]:
         """Train on advantages from the teacher's log-ratio of each trained token, and from rewards if configured."""
         with self.clock.span("update_actor"):
             answers = self.with_old_logprobs([*rollout.samples, *rollout.greedy])  # while the teacher scores
         with self.clock.span("wait_prev_teacher"):
             found = self._take_scores(scores, len(answers))
-        answers = [self._with_teacher(sample, found[sample.id]) for sample in answers]
+        answers = [with_teacher(sample, found[sample.id]) for sample in answers]
         samples, greedy = answers[: len(rollout.samples)], answers[len(rollout.samples) :]
         coef = self.config.distillation.distillation_loss_coef * factor
         rewards, metrics = teacher_rewards(self.config, samples, coef)
@@ -336,6 +327,13 @@ class GKDTrainer(PPOTrainer):
             for task, sample in pairs
             if task.index in chosen and sample.id.number == 0
         }  # fmt: skip
+
+
+def with_teacher(sample: Sample, scores: Scored | None) -> Sample:
+    """Return the sample with the scores of its teacher or teachers, if it has any."""
+    if scores is None:
+        return sample
+    return sample.with_signals(**({"teacher": scores} if isinstance(scores, TopK) else scores))
 
 
 def end_metrics(samples: list[Sample]) -> dict[str, float]:

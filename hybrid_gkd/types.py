@@ -112,20 +112,6 @@ class TopK:
         """Return the rows of `kept`, bool [R]."""
         return TopK(**{name: array[kept] for name, array in self.parts().items()})
 
-    def with_sampled(self, trained_ids: np.ndarray) -> TopK:
-        """Return the scores with the trained tokens, int32 [R], among the candidates.
-
-        Where it is not among them, a trained token replaces the least likely candidate, whose mass joins the tail.
-        """
-        outside = ~(self.ids == trained_ids[:, None]).any(1)
-        ids, logprobs, tail = self.ids.copy(), self.logprobs.copy(), self.tail_logprobs.copy()
-        # The trained token is a part of the tail until then; rounding may make it larger than the whole.
-        left = np.exp(tail[outside], dtype=np.float64) - np.exp(self.sampled_logprobs[outside], dtype=np.float64)
-        with np.errstate(divide="ignore"):
-            tail[outside] = np.log(left.clip(min=0) + np.exp(logprobs[outside, -1], dtype=np.float64))
-        ids[outside, -1], logprobs[outside, -1] = trained_ids[outside], self.sampled_logprobs[outside]
-        return replace(self, ids=ids, logprobs=logprobs, tail_logprobs=tail)
-
 
 Arrays = list[np.ndarray]
 """One array per sample."""

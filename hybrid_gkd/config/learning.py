@@ -58,13 +58,13 @@ class DistillationConfig:
     the sampled token is the value plus its slope in the student's log-probability. false: the value is the loss."""
     topk: int = field(default=64, metadata=rules.POSITIVE)
     """Candidates per position, see candidates."""
-    candidates: Literal["teacher", "sampled", "student", "union"] = "teacher"
+    candidates: Literal["teacher", "student", "union"] = "teacher"
     """Tokens on which teacher and student are compared at each position: the topk that the teacher finds most likely
-    (teacher), these with the sampled token in place of the least likely one (sampled), those that the student finds
-    most likely (student), or those of the student and the topk most likely others of the teacher (union). Those of the
-    student cost it a forward pass before the teacher can score. See docs/losses.md."""
-    tail: Literal["bucket", "none", "renormalise"] = "bucket"
-    """The vocabulary outside the top-k: one bucket, left out, or removed from both distributions."""
+    (teacher), those that the student does (student), or those of the student and the topk most likely others of the
+    teacher (union). Those of the student cost it a forward pass before the teacher can score. See docs/losses.md."""
+    tail: Literal["bucket", "sampled", "none", "renormalise"] = "bucket"
+    """The vocabulary outside the top-k: one bucket; that and, from sampled tokens within it, an estimate of the rest of
+    the gradient (sampled); left out; or removed from both distributions. See docs/losses.md."""
     temperature: float = field(default=1.0, metadata=rules.TEMPERATURE)
     """Temperature at which both distributions are compared."""
     distillation_loss_coef: float = field(default=1.0, metadata=rules.POSITIVE)
@@ -91,7 +91,7 @@ class DistillationConfig:
     @property
     def given_topk(self) -> int:
         """Return the number of candidates per position where those of the student are among them; 0: nowhere."""
-        return {"student": 1, "union": 2}.get(self.candidates, 0) * self.topk
+        return {"teacher": 0, "student": 1, "union": 2}[self.candidates] * self.topk
 
     @property
     def weighting(self) -> TokenWeights | None:

@@ -125,6 +125,8 @@ def distillation_loss(config: Config) -> Rules:
     yield from _cross_tokenizer(config)
     yield from _mixed(config)
     yield from _candidates(config)
+    if loss.tail == "sampled":
+        yield from _sampled_tail(config)
 
 
 def _divergences(config: Config) -> tuple[set[str], set[str]]:
@@ -153,7 +155,7 @@ def _mixed(config: Config) -> Rules:
 
 
 def _candidates(config: Config) -> Rules:
-    """Yield the rules of candidates that the teacher alone does not choose."""
+    """Yield the rules of the student's candidates."""
     loss, key, needs = config.distillation, "distillation.candidates", "must be teacher with"
     if loss.candidates == "teacher":
         return
@@ -161,11 +163,22 @@ def _candidates(config: Config) -> Rules:
     yield key, not loss.as_reward, f"{needs} distillation.as_reward, which has none"
     all_sampled = loss.loss_fn is None and used == takes_samples
     yield key, not all_sampled, f"{needs} distillation.loss_mode={loss.loss_mode}, which has none"
-    if loss.candidates == "sampled":
-        yield "distillation.topk", loss.topk > 1, f"must be at least 2 with {key}=sampled"
-        return
     cached = [f"{each.where}.cache" for each in run_teachers(config) if each.section.cache is not None]
-    yield key, not cached, f"must be teacher or sampled with {', '.join(cached)}, which has the teacher's"
+    yield key, not cached, f"{needs} {', '.join(cached)}, which has the teacher's"
+
+
+def _sampled_tail(config: Config) -> Rules:
+    """Yield the rules of gradients within the tail, which are estimated from the sampled tokens."""
+    loss, key, rollout = config.distillation, "distillation.tail", config.actor_rollout_ref.rollout
+    used, takes_samples = _divergences(config)
+    fits = loss.loss_fn is None and used - takes_samples == {"forward_kl"}
+    yield key, fits, "must not be sampled with other divergences over candidates than forward_kl"
+    yield key, loss.cross_tokenizer == "refuse", "must not be sampled with distillation.cross_tokenizer"
+    yield (
+        key, rollout.top_p == 1 and rollout.top_k == -1 and rollout.temperature == loss.temperature,
+        f"sampled needs samples of the compared distribution: {ARR}.rollout.top_p=1, top_k=-1 and temperature="
+        f"{loss.temperature}, as distillation.temperature",
+    )
 
 
 def _cross_tokenizer(config: Config) -> Rules:

@@ -456,7 +456,7 @@ def _own_teacher(config: Config) -> Rules:
     yield key, other_prompt or (others and section.source != "live"), (
         f"needs another prompt for the teacher (data.teacher_prompt_key): behind the student's own prompt {why}"
     )
-    yield "distillation.candidates", not config.distillation.given_topk, f"must be teacher or sampled with {key}"
+    yield "distillation.candidates", config.distillation.candidates == "teacher", f"must be teacher with {key}"
     if section.source == "initial":
         yield key, arr.model.lora_adapter_path is None, (
             f"must be ema or live with {ARR}.model.lora_adapter_path: the model below the adapters is not the start of "

@@ -159,6 +159,7 @@ def _updates(config: Config, draws: bool) -> Rules:
         "trainer.scheduler|distillation.use_task_rewards", draws, "needs completions of the student, and all rows have "
         "given ones (data.response_key): distillation.on_policy_fraction above 0",
     )
+    yield "distillation.tail", draws or loss.tail != "sampled", "without completions of the student, it is bucket"
     rewards = "distillation.use_task_rewards=true, distillation.as_reward=true or distillation.enabled=false"
     yield "algorithm.(adv_estimator|norm_adv_by_std_in_grpo|gamma|lam)", config.has_advantages, (
         f"needs advantages: {rewards}"

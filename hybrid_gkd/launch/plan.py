@@ -132,9 +132,7 @@ def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, .
         where += f", weight {teacher.weight:g} ({ensemble})" if ensemble != "none" else ""
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         topk = f"top-{config.distillation.topk}"
-        topk += {"teacher": "", "sampled": " with the sampled token"}.get(
-            config.distillation.candidates, f" of {config.distillation.candidates}"
-        )
+        topk += f" of {config.distillation.candidates}" if config.distillation.given_topk else ""
         lines.append(f"{teacher.label}: {where}, {topk}, {loss}, tail {config.distillation.tail}")
     return tuple(lines)
 

@@ -39,6 +39,8 @@ from torch import Tensor
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.losses.head_torch import MASKED_LOGIT, TAIL_LIMIT
 
+TAIL_RATIO_LIMIT = 10.0
+"""Limit of the ratios in `within_tail`: a rare token could outweigh a mini-batch."""
 LOG_RATIO_LIMIT = 20.0
 """Bound of a log-ratio that is exponentiated, in both directions: exp(89) is inf in float32, which becomes NaN."""
 TAIL_FLOOR = 1e-6
@@ -80,6 +82,36 @@ def reverse_kl(
     """
     teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, teacher_tail, student_tail)
     return _kl(student, teacher)
+
+
+def within_tail(
+    teacher_sampled: Tensor, student_sampled: Tensor, teacher_tail: Tensor, student_tail: Tensor, outside: Tensor
+) -> Tensor:
+    """Return a function of value 0, [T], whose gradient completes that of `forward_kl` with the bucket.
+
+    Over the whole vocabulary the divergence is that with the bucket plus 1 - P times that within the tail, from
+    q' = q / (1 - Q) to p' = p / (1 - P). For a token x that the student has sampled, if it is outside of S,
+
+        ((1 - P) / (1 - Q) - p(x) / q(x)) grad log q'(x)
+
+    has the expectation of the second part's gradient: with the constant alone it is 0, which reduces the variance. The
+    only bias is that both ratios are at most TAIL_RATIO_LIMIT.
+
+    Args:
+        teacher_sampled: [T], log p(x), without gradient.
+        student_sampled: [T], log q(x), with gradient.
+        teacher_tail: [T], log(1 - P).
+        student_tail: [T], log(1 - Q), with gradient.
+        outside: bool [T], whether x was sampled and is outside of S; the others have no gradient.
+    """
+    log_p, log_q = finite(teacher_sampled), student_sampled.detach()
+    within = torch.where(outside, student_sampled - student_tail, 0)
+    tail_p = finite(teacher_tail).maximum(log_p)  # rounding may make a token larger than the whole tail
+    ratio, ratio_of_tails = (
+        torch.where(outside, difference, 0).exp().clamp(max=TAIL_RATIO_LIMIT)
+        for difference in (log_p - log_q, tail_p - student_tail.detach())
+    )
+    return (ratio_of_tails - ratio) * (within - within.detach())
 
 
 def jsd(

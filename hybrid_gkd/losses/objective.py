@@ -33,7 +33,9 @@ class Objective:
 
     def __init__(self, terms: Sequence[Term], *, of_sequences: bool = False, entropy_coeff: float = 0.0):
         self.terms, self.of_sequences, self.entropy_coeff = terms, of_sequences, entropy_coeff
-        self.uses_sampled = any(term.of_sampled for term in terms)
+        self.samples_tail = any(term.samples_tail for term in terms)
+        """Whether a term needs `sampled_ids`."""
+        self.uses_sampled = self.samples_tail or any(term.of_sampled for term in terms)
         """Whether the last column of the log-probabilities must be the sampled token."""
         self.candidates = tuple(dict.fromkeys(term.signal for term in terms if term.of_candidates))
         """Signals whose candidates are the columns before it, as far as a micro-batch has them. The mass outside of the
@@ -46,9 +48,9 @@ class Objective:
         """Metrics of `loss_fn` -> signals; a metric covers the tokens that have one of them; see POOLED."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
         for term in terms:
-            topk = {"logprobs": row, "tail_logprobs": none, "sampled_logprobs": none}
+            topk = {"ids": row, "logprobs": row, "tail_logprobs": none, "sampled_logprobs": none}
             nothing = {f"{term.signal}.{name}": value for name, value in topk.items()}
-            nothing |= {term.signal: none, "quarter": none}
+            nothing |= {term.signal: none, "quarter": none, "sampled_ids": none}
             for name in term.function(nothing, Student(none, row, none))[1]:
                 self.reported[name] = (*self.reported.get(name, ()), term.signal)
 

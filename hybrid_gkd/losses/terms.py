@@ -25,7 +25,8 @@ Signals = Mapping[str, Tensor]
 """Tensors of the trained tokens of a micro-batch or chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r]; for
 candidates <name>.logprobs [r, K], <name>.tail_logprobs [r], <name>.sampled_logprobs [r] and, for events, <name>.groups
 [r, K]. Signals that no sample has are missing; has.<name>, bool [r], marks the rows that have it, if not all do.
-sequence_log_ratio: see `Objective`; quarter: the quarter of its completion that a token is in, 0 to 3."""
+sequence_log_ratio: see `Objective`; quarter: the quarter of its completion that a token is in, 0 to 3; sampled_ids: the
+student's sampled tokens, -1 in given completions."""
 Metrics = dict[str, Tensor]
 """Metrics [r] by name."""
 
@@ -69,6 +70,8 @@ class Term:
     """Whether it depends on the sampled token; `sampled_weights` are then factors."""
     of_candidates: bool = False
     """Whether its signal has candidates."""
+    samples_tail: bool = False
+    """Whether it needs `sampled_ids`."""
     coefficient: float = 1.0
 
 
@@ -160,7 +163,8 @@ def distillation(
     With `policy` it is the policy gradient of the `estimator` k1, k2 or k3, and `limit` applies to the advantage. With
     several teachers, each has a term with its name, `teacher`, and its own metrics of divergences.
     """
-    settings, suffix = {"tail": tail, "beta": beta}, f"/{teacher}" if teacher else ""
+    samples_tail, suffix = tail == "sampled", f"/{teacher}" if teacher else ""
+    settings = {"tail": "bucket" if samples_tail else tail, "beta": beta}
     signal = f"teacher{suffix}"
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
@@ -172,10 +176,16 @@ def distillation(
         # With every loss, so that runs with different losses can be compared.
         found = divergence.compare(target, student.candidates, teacher_tail, student.tail)
         forward, reverse = found.forward_kl, found.reverse_kl
+        if samples_tail:
+            assert student.tail is not None
+            ids, tokens = chunk[f"{signal}.ids"], chunk["sampled_ids"]
+            outside = (tokens >= 0) & (ids != tokens[:, None]).all(1)
+            both = chunk[f"{signal}.sampled_logprobs"], student.sampled
+            forward = forward + divergence.within_tail(*both, teacher_tail, student.tail, outside)
         known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
         values = []
         for factor, row in divergences:
-            if tail == "bucket" and row in known:
+            if settings["tail"] == "bucket" and row in known:
                 value = known[row]
             elif row.signal == "sampled":
                 value = row.function(chunk[f"{signal}.sampled_logprobs"], student.sampled)
@@ -208,5 +218,5 @@ def distillation(
 
     return Term(
         name=f"distillation{suffix}", signal=signal, function=function, coefficient=coefficient, of_candidates=True,
-        of_sampled=any(row.signal == "sampled" for _, row in divergences),
+        of_sampled=any(row.signal == "sampled" for _, row in divergences), samples_tail=samples_tail,
     )

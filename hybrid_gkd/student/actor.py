@@ -174,6 +174,10 @@ class Actor(TrainedModel):
         topk = columns[0].shape[1] if columns else 0
         if self.objective.uses_sampled or not columns:
             columns.append(sampled_ids[:, None])
+        if self.objective.samples_tail:
+            given = [np.full(sample.num_trained, sample.status == "given") for sample in micro_batch]
+            is_given = concat([np.zeros(0, bool), *given], self.device, torch.bool)
+            signals["sampled_ids"] = sampled_ids.masked_fill(is_given, -1)
         return torch.cat(columns, 1), topk, signals
 
     def _select(

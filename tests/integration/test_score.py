@@ -175,7 +175,7 @@ def test_answers_that_cannot_be_scored_are_named(folder, monkeypatch):
         (["--response-key=answer"], r"no row has a completion in the column 'answer'"),
         (["data.max_response_length=9", "data.filter_overlong_prompts=false"], "row 6: the response has 10 tokens"),
         (["distillation.topk=0"], "distillation.topk: must be above 0"),
-        (["distillation.candidates=union"], r"candidates: must be teacher or sampled with .*teacher\.cache"),
+        (["distillation.candidates=union"], r"distillation.candidates: must be teacher with .*teacher\.cache"),
         (["distillation.cross_tokenizer=spans"], r"must be null with distillation.cross_tokenizer=spans; got "),
     ):
         with pytest.raises(Exception, match=message):

@@ -188,6 +188,9 @@ def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():
         (["loss_mode=mixed", "mixed_weights={jsd: 0}"], ["distillation.mixed_weights", "above 0", "jsd: 0.0"]),
         (["loss_mode=mixed", "mixed_weights={jsd: 1}", "use_policy_gradient=true"], ["use_policy_gradient", "mixed"]),
         (["loss_mode=k2", "tail=none"], ["distillation.tail", "k2", "none"]),
+        (["loss_mode=jsd", "tail=sampled"], ["distillation.tail", "than forward_kl", "got 'sampled'"]),
+        (["loss_fn=a.py:b", "tail=sampled"], ["distillation.tail", "than forward_kl"]),
+        (["temperature=0.7", "tail=sampled"], ["distillation.tail", "top_k=-1 and temperature=0.7"]),
         (["topk=1", "tail=renormalise"], ["distillation.topk", "at least 2", "tail=renormalise", "got 1"]),
         (["topk=1", "tail=renormalise", "loss_mode=jsd"], ["distillation.topk", "at least 2", "got 1"]),
         (
@@ -286,6 +289,8 @@ def test_every_loss_mode_loads():
         ["mixed", "distillation.mixed_weights.forward_kl=0.5", "distillation.mixed_weights.k3=0.5"],
         ["k2", "distillation.use_policy_gradient=true", "distillation.topk=1"],
         ["reverse_kl", "distillation.tail=renormalise", "distillation.topk=2"], ["jsd", "distillation.topk=1"],
+        ["forward_kl", "distillation.tail=sampled", "distillation.topk=1"],
+        ["mixed", "distillation.mixed_weights={forward_kl: 0.5, k3: 0.5}", "distillation.tail=sampled"],
         [
             "mixed", "distillation.mixed_weights={jsd: 0.5, k2: 0.5}", "distillation.topk=1",
             "distillation.tail=renormalise",

@@ -63,7 +63,7 @@ def test_one_alone_is_the_teacher_of_all_rows():
       "actor_rollout_ref.teacher.chat_template=x"],
      "actor_rollout_ref.teacher.chat_template: must be the same for all teachers with the key default"),
     ([f"{MODELS}.b.cache=s", "data.response_key=r", "distillation.candidates=student"],
-     f"distillation.candidates: must be teacher or sampled with {MODELS}.b.cache"),
+     f"distillation.candidates: must be teacher with {MODELS}.b.cache"),
     ([f"{MODELS}.b.server_ip=null", f"{MODELS}.b.server_port=null", f"{MODELS}.b.cache=s", "data.response_key=r",
       "distillation.teacher_prompt_fn=a.py:b"],
      f"distillation.teacher_prompt_fn: needs a teacher service, not scores stored in {MODELS}.b.cache"),
@@ -97,6 +97,7 @@ def test_what_is_wrong_is_refused_by_the_teachers_own_key(overrides, message):
 @pytest.mark.parametrize(("override", "message"), [
     ("distillation.teacher_prompt_fn=a.py:b", "distillation.teacher_prompt_fn: must be null with "),
     ("distillation.candidates=student", "distillation.candidates: must be teacher with "),
+    ("distillation.tail=sampled", "distillation.tail: must not be sampled with distillation.cross_tokenizer"),
     ("distillation.token_weights=confident_wrong", "distillation.token_weights: must not depend on the student's "),
     ("actor_rollout_ref.teacher.cache=s", "actor_rollout_ref.teacher.cache: must be null with "),
     ("actor_rollout_ref.teacher.source=initial", "distillation.cross_tokenizer: must be refuse with "),

@@ -83,6 +83,7 @@ EFFECTS = [  # command, value without effect, what gives it one
     (SFT, "data.max_response_length_schedule={1: 8}", DRAWN),
     (SFT, "trainer.scheduler=one_step_off", DRAWN),
     (SFT, "distillation.use_task_rewards=true", DRAWN),
+    ([*DISTIL, GIVEN], "distillation.tail=sampled", DRAWN),
     ([*DISTIL, GIVEN, ANSWERS, f"{ARR}.rollout.n=2"], "distillation.use_task_rewards=true", DRAWN),
     ([*DISTIL, "distillation.on_policy_fraction=1"], GIVEN, ["trainer.warmup_steps_sft=2"]),
     ([*DISTIL, "distillation.on_policy_fraction=1", GIVEN], f"{TEACHER}.cache=scores", DRAWN),

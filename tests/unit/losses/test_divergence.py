@@ -176,6 +176,34 @@ def test_bucket_moves_the_tail_by_the_difference_of_the_masses():
     torch.testing.assert_close(grad, want)
 
 
+def test_the_expected_gradient_with_sampled_tokens_is_that_of_the_whole_vocabulary(monkeypatch):
+    monkeypatch.setattr(divergence, "TAIL_RATIO_LIMIT", 1e9)
+    teacher, logits, ids = problem(scale=1.0)
+    student = logits.log_softmax(-1)
+    tails = [x.scatter(1, ids, -torch.inf).logsumexp(1) for x in (teacher, student)]
+    want = gradient((teacher.exp() * (teacher - student)).sum(1), logits)
+    p, q = (torch.cat([x.gather(1, ids), tail[:, None]], 1) for x, tail in zip((teacher, student), tails, strict=True))
+    got = gradient((p.exp() * (p - q)).sum(1), logits)
+    assert (got - want).abs().max() > 1e-2  # the bucket alone
+    for token in range(teacher.shape[1]):
+        more = divergence.within_tail(teacher[:, token], student[:, token], *tails, (ids != token).all(1))
+        assert (more == 0).all()
+        got = got + student[:, token].detach().exp()[:, None] * gradient(more, logits)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_sampled_token_that_the_teacher_finds_impossible_has_a_bounded_finite_gradient():
+    """Also one of which rounding leaves the teacher no tail, and tokens of S, where nothing is added."""
+    inf, outside = torch.inf, torch.tensor([True, True, False])
+    teacher, teacher_tail = torch.tensor([-inf, -30.0, -1.0]), torch.tensor([-1.0, -inf, -inf])
+    student = torch.tensor([-3.0, -60.0, -1.0], requires_grad=True)
+    student_tail = torch.tensor([-2.0, -59.0, -inf], requires_grad=True)
+    more = divergence.within_tail(teacher, student, teacher_tail, student_tail, outside)
+    slope, slope_of_tail = torch.autograd.grad(more.sum(), (student, student_tail))
+    assert slope.tolist() == (-slope_of_tail).tolist()
+    assert slope.tolist() == pytest.approx([math.e, 0, 0])  # positive: less likely after a step
+
+
 def test_renormalise_leaves_the_students_mass_alone():
     """Raising all of S together changes nothing, unlike with the bucket."""
     teacher, logits, ids = problem()

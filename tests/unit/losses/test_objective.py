@@ -19,6 +19,7 @@ from hybrid_gkd.student.actor import make_objective
 VOCAB, DIM = 31, 8
 MODES = {
     "forward_kl": {},
+    "forward_kl sampled": {"loss_mode": "forward_kl", "tail": "sampled"},
     "forward_kl none": {"loss_mode": "forward_kl", "tail": "none"},
     "reverse_kl": {},
     "reverse_kl renormalise": {"loss_mode": "reverse_kl", "tail": "renormalise"},
@@ -53,6 +54,7 @@ class Problem:
         self.topk_ids = self.teacher.topk(topk, -1).indices
         self.sampled = torch.randint(VOCAB, (rows,), generator=gen)
         self.sampled[: rows // 2] = self.topk_ids[: rows // 2, 0]  # an id that the head gets twice
+        self.drawn = torch.where(torch.arange(rows) % 5 == 4, -1, self.sampled)  # of the others they are given
         self.advantages = torch.randn(rows, generator=gen, dtype=torch.float64)
         self.old_noise = 0.3 * torch.randn(rows, generator=gen, dtype=torch.float64)
         self.importance = torch.ones(rows, dtype=torch.float64)
@@ -69,6 +71,7 @@ class Problem:
     def signals(self, loss, rows=slice(None)):
         values = {}
         if loss.enabled:
+            values |= {"teacher.ids": self.topk_ids, "sampled_ids": self.drawn}
             values["teacher.logprobs"] = self.teacher.gather(1, self.topk_ids)
             outside = self.teacher.scatter(1, self.topk_ids, -torch.inf)
             values["teacher.tail_logprobs"] = outside.logsumexp(1)
@@ -96,7 +99,7 @@ class Problem:
         student, teacher = self.student(), self.teacher
         q_full, p_full = student.exp(), teacher.exp()
         q, p = q_full.gather(1, self.topk_ids), p_full.gather(1, self.topk_ids)
-        if loss.tail == "bucket":
+        if loss.tail in ("bucket", "sampled"):
             q, p = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], 1) for x in (q, p))
         if loss.tail == "renormalise":
             q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
@@ -110,6 +113,12 @@ class Problem:
             "k2": log_ratio**2 / 2,
             "k3": log_ratio.exp() - 1 - log_ratio,
         }
+        if loss.tail == "sampled":
+            q_x, p_x = (x.gather(1, self.sampled[:, None])[:, 0] for x in (q_full, p_full))
+            outside = (self.drawn >= 0) & ~(self.topk_ids == self.drawn[:, None]).any(1)
+            slope = (p[:, -1] / q[:, -1]).clamp(max=10) - (p_x / q_x).clamp(max=10)
+            slope, within = torch.where(outside, slope.detach(), 0), (q_x / q[:, -1]).log()
+            values["forward_kl"] = values["forward_kl"] + slope * (within - within.detach())
         values["mixed"] = sum(values[name] * weight for name, weight in loss.mixed_weights.items())
         ratio = (student.gather(1, self.sampled[:, None])[:, 0] - self.old_logprobs()).exp()
 

@@ -31,6 +31,11 @@ TEACHERS = {"teacher": 1.0, "teacher/a": 1.0, "teacher/b": 0.7}
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TEACHER = ["actor_rollout_ref.teacher.server_ip=unused", f"distillation.distillation_loss_coef={COEF}"]
 REWARDS = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
+SUM = [
+    TEACHER[1], "distillation.ensemble=sum", *(f"distillation.teacher_models.{name}.{key}" for name, weight in (
+        ("a", 1), ("b", 0.7)
+    ) for key in ("server_ip=unused", "key=default", f"weight={weight}")),
+]  # fmt: skip
 KINDS = {
     "divergence": [*TEACHER, *REWARDS, "distillation.use_task_rewards=true", f"{ACTOR}.use_kl_loss=true"],
     "policy gradient": [
@@ -38,11 +43,8 @@ KINDS = {
         "distillation.use_policy_gradient=true",
     ],
     "teacher alone": TEACHER,
-    "sum of teachers": [
-        TEACHER[1], "distillation.ensemble=sum", *(f"distillation.teacher_models.{name}.{key}" for name, weight in (
-            ("a", 1), ("b", 0.7)
-        ) for key in ("server_ip=unused", "key=default", f"weight={weight}")),
-    ],
+    "sum of teachers": SUM,
+    "sum, tail sampled": [*SUM, "distillation.tail=sampled"],
     "gspo": [
         *REWARDS, "distillation.enabled=false", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.kl_loss_type=full", f"actor_rollout_ref.ref.topk={K}",
@@ -96,7 +98,7 @@ def mini_batches(draw, names):
         chosen = draw(st.sets(st.sampled_from(names)))
         samples.append(make_sample(
             row, prompt=tokens[:1], completion=tokens[1:], loss_mask=mask,
-            **random_signals(rng, sum(mask), chosen, with_weights),
+            status=draw(st.sampled_from(["stop", "given"])), **random_signals(rng, sum(mask), chosen, with_weights),
         ))  # fmt: skip
     cuts = sorted(draw(st.lists(st.integers(0, len(samples)), max_size=4)))  # twice the same: an empty micro-batch
     bounds = [0, *cuts, len(samples)]
@@ -159,6 +161,13 @@ class Dense:
             parts["actor/ppo_kl"] = old - chosen
             return loss
 
+        def within_tail(scores, p, q):
+            ids = tensor(sample.trained_ids).long()[:, None]
+            outside = ~(tensor(scores.ids).long() == ids).any(1) & (sample.status != "given")
+            p_x = tensor(scores.sampled_logprobs)
+            slope = (p - q).exp().clamp(max=10) - (p_x - chosen).exp().clamp(max=10)
+            return torch.where(outside, slope.detach() * (chosen - q - (chosen - q).detach()), 0)
+
         def distillation(scores, suffix):
             p, own = tensor(scores.logprobs), q.gather(1, tensor(scores.ids).long())
             if suffix != "/b":
@@ -166,6 +175,8 @@ class Dense:
             found = {"student_mass": own.exp().sum(1), "teacher_mass": p.exp().sum(1)}
             p, own = (torch.cat([each, (1 - each.exp().sum(1, keepdim=True)).log()], 1) for each in (p, own))
             found["forward_kl"] = value = (p.exp() * (p - own)).sum(1)
+            if self.kind == "sum, tail sampled":
+                value = value + within_tail(scores, p[:, -1], own[:, -1])
             quarter = torch.arange(len(value)) * 4 // max(1, len(value))
             found |= {f"forward_kl/q{n + 1}": value[quarter == n] for n in range(4)}
             found["reverse_kl"] = (own.exp() * (own - p)).sum(1)
@@ -183,11 +194,11 @@ class Dense:
             parts.update({name: torch.cat([parts.get(name, each[:0]), each]) for name, each in found.items()})
             return loss
 
-        for name in list(TEACHERS)[1:] if self.kind == "sum of teachers" else ["teacher"]:
+        for name in list(TEACHERS)[1:] if self.kind.startswith("sum") else ["teacher"]:
             if name in sample.signals and self.kind != "gspo":
                 value = TEACHERS[name] * COEF * distillation(sample.topk(name), name.removeprefix("teacher"))
                 values[name] = value * tensor(sample.array("teacher_weights"))
-        if "advantages" in sample.signals and self.kind not in ("teacher alone", "sum of teachers"):
+        if "advantages" in sample.signals and self.kind in ("divergence", "policy gradient", "gspo"):
             values["policy"] = parts["actor/pg_loss"] = policy(tensor(sample.array("advantages")))
         if "reference" in sample.signals and self.kind == "divergence":
             log_ratio = tensor(sample.array("reference")) - chosen
