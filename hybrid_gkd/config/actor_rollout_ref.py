@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from omegaconf import MISSING
+from omegaconf import II, MISSING
 
 from hybrid_gkd.config import metadata as rules
 from hybrid_gkd.losses.table import KL_LOSSES, POLICY_LOSSES
@@ -272,8 +272,8 @@ class RolloutConfig:
     """Longest sequence of the engine, tokens; null takes prompt limit + response limit."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights; auto = bfloat16 on GPUs, float32 on the CPU."""
-    seed: int = field(default=0, metadata=rules.SEED)
-    """Seed of the sampling, from which the seed of each sequence is derived."""
+    seed: int = field(default=II("trainer.seed"), metadata=rules.SEED)
+    """Seed of the sampling, from which the seed of each sequence is derived; by default trainer.seed."""
     update_weights_bucket_megabytes: int = field(default=512, metadata=rules.POSITIVE)
     """Size of the buckets in which weights are gathered and published, MiB in the engine's type; smaller ones save
     memory."""

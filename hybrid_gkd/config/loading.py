@@ -126,12 +126,19 @@ def _fill_missing(merged: DictConfig) -> list[ConfigError]:
 
 
 def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
-    """Return the error of a value whose `${...}` cannot be resolved."""
-    key = _full_key(error)
-    given = functools.reduce(
-        lambda tree, name: tree.get(name) if isinstance(tree, dict) else None, key.split("."),
-        OmegaConf.to_container(merged),
-    )  # fmt: skip
+    """Return the error of a value whose `${...}` cannot be resolved, not of one that is defined as that value."""
+    key, tree = _full_key(error), OmegaConf.to_container(merged)
+
+    def value_of(key: str) -> Any:
+        names = key.split(".")
+        return functools.reduce(lambda part, name: part.get(name) if isinstance(part, dict) else None, names, tree)
+
+    given, seen = value_of(key), {key}
+    while (other := re.fullmatch(r"\$\{([\w.]+)\}", str(given))) and other[1] not in seen:
+        if (value := value_of(other[1])) is None:
+            break
+        key, given = other[1], value
+        seen.add(key)
     reason, hint = _reason(error), "${...} refers to another key; for a shell variable remove the single quotes"
     if "Environment variable" in reason:
         hint = "set it, or give a default as in ${oc.env:NAME,default}"

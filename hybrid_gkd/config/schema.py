@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from omegaconf import MISSING
+from omegaconf import II, MISSING
 
 from hybrid_gkd.config import metadata as rules
 from hybrid_gkd.config.actor_rollout_ref import (
@@ -85,8 +85,8 @@ class DataConfig:
     train_batch_size."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch; false keeps the order of the files."""
-    seed: int = field(default=0, metadata=rules.SEED)
-    """Seed of the shuffling."""
+    seed: int = field(default=II("trainer.seed"), metadata=rules.SEED)
+    """Seed of the shuffling and of the draws from several files; by default trainer.seed."""
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than max_prompt_length, and log their number, instead of applying truncation."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -193,7 +193,8 @@ class TrainerConfig:
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)
     """Steps in which every worker runs torch's profiler: profile_step_N_worker_M.json.gz beside trace.json."""
     seed: int = field(default=0, metadata=rules.SEED)
-    """Seed of the trainer's random states."""
+    """Seed of the run: of new weights (LoRA adapters, a critic's head) and random layers, and the default of data.seed
+    and actor_rollout_ref.rollout.seed."""
 
 
 @dataclass

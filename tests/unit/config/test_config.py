@@ -280,6 +280,12 @@ def test_recipes_build_on_others_by_their_defaults_list(tmp_path):
         load_config(OWN, config_name="mine", config_path=tmp_path)
 
 
+def test_the_seed_of_the_run_is_that_of_data_and_sampling_unless_they_have_their_own():
+    for more, seeds in (([], (5, 5)), (["data.seed=2"], (2, 5)), (["actor_rollout_ref.rollout.seed=3"], (5, 3))):
+        config = load_config([*OWN, "trainer.seed=5", *more])
+        assert (config.data.seed, config.actor_rollout_ref.rollout.seed) == seeds
+
+
 @pytest.mark.slow
 def test_every_loss_mode_loads():
     rewards = ["distillation.use_task_rewards=true", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=4"]

@@ -62,6 +62,7 @@ def test_merge_keys_of_yaml_files_leave_each_text_at_its_key(tmp_path):
     ("override", "message"),
     [
         ("data.val_files=${USER}.jsonl", r"data\.val_files: .*'USER' not found: .*; got '\$\{USER\}\.jsonl'"),
+        ("trainer.seed=${data.seed}", r"trainer\.seed: Recursive interpolation detected: .*; got '\$\{data\.seed\}'"),
         ("trainer.seed=${no.such}", r"trainer\.seed: .*'no\.such' not found: .*; got '\$\{no\.such\}'"),
         ("data.val_files=[a, *.jsonl]", r"data\.val_files: the value is not valid YAML: .*; got '\[a, \*\.jsonl\]'"),
         *((f"{key}={{a: 1, b:2}}", rf"{key}: must have a space after each colon.*; got '\{{a: 1, b:2\}}'") for key in (

@@ -286,7 +286,7 @@ def test_the_weight_of_a_pattern_is_that_of_all_its_files(write, tmp_path):
         read, key="data.train_files", tokenizer=TOKENIZER, max_prompt_length=64, truncation="error",
         filter_overlong_prompts=False, apply_chat_template_kwargs={},
     )
-    sampler = make_sampler(DataConfig(train_batch_size=8), tasks)
+    sampler = make_sampler(DataConfig(train_batch_size=8, seed=0), tasks)
     assert sampler.num_prompts == 8
     drawn = [sampler.batch(number)[1] for number in range(1, 11)]
     assert [sorted(rows >= 10) for rows in drawn] == 10 * [5 * [False] + 3 * [True]]
