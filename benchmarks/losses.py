@@ -59,7 +59,6 @@ RUNS = {
 }
 PLOTTED = ("forward_kl", "reverse_kl", "jsd", "mixed", "k1_policy", "k2", "k3", "rewards")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")  # Okabe and Ito
-SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed")
 KL, ACCURACY = "actor/distillation/forward_kl", "val/accuracy"
 Run = list[dict[str, float]]
 """The rows of a run's metrics.jsonl."""
@@ -72,7 +71,7 @@ def train(name: str, seed: int, folder: Path) -> None:
     command = [
         sys.executable, "-m", "hybrid_gkd", "--config-name", "demo", *RUNS[name].split(), "trainer.test_freq=10",
         "trainer.save_freq=0", f"trainer.experiment_name={name}_{seed}", f"trainer.default_local_dir={folder}",
-        *(f"{key}={seed}" for key in SEEDS),
+        f"trainer.seed={seed}",
     ]
     subprocess.run(command, cwd=ROOT, check=True)
 

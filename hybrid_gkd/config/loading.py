@@ -134,10 +134,8 @@ def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigErro
         return functools.reduce(lambda part, name: part.get(name) if isinstance(part, dict) else None, names, tree)
 
     given, seen = value_of(key), {key}
-    while (other := re.fullmatch(r"\$\{([\w.]+)\}", str(given))) and other[1] not in seen:
-        if (value := value_of(other[1])) is None:
-            break
-        key, given = other[1], value
+    while (found := re.fullmatch(r"\$\{([\w.]+)\}", str(given))) and value_of(found[1]) and found[1] not in seen:
+        key, given = found[1], value_of(found[1])
         seen.add(key)
     reason, hint = _reason(error), "${...} refers to another key; for a shell variable remove the single quotes"
     if "Environment variable" in reason:

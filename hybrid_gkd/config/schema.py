@@ -86,7 +86,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the prompts in every epoch; false keeps the order of the files."""
     seed: int = field(default=II("trainer.seed"), metadata=rules.SEED)
-    """Seed of the shuffling and of the draws from several files; by default trainer.seed."""
+    """Seed of the shuffling and of the draws by distillation.on_policy_fraction; by default trainer.seed."""
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than max_prompt_length, and log their number, instead of applying truncation."""
     truncation: Literal["error", "left", "right", "middle"] = "error"

@@ -9,8 +9,9 @@ the whole vocabulary V. `tail` is the treatment of the mass outside of S:
                  with all of the student's mass in S, the reverse one at q = p / e, with mass outside of S
     renormalise  p / P against q / Q: compares the shapes within S and ignores Q
 
-With K = V the three agree. The functions return one value per row; the caller divides their sum over the trained tokens
-by the number of those tokens in the mini-batch.
+With K = V the three agree. `distillation.tail=sampled` is "bucket" with the gradient of `within_tail` added. The
+functions return one value per row; the caller divides their sum over the trained tokens by the number of those tokens
+in the mini-batch.
 
 The log tails log(1 - P) and log(1 - Q) are sums over the ids outside of S, computed by the scoring engine and the head.
 No near numbers are subtracted, so "bucket" is as exact as these float32 sums and the float16 candidates. Log tails are

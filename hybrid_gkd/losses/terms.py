@@ -154,6 +154,38 @@ def compared(found: divergence.Comparison, quarter: Tensor | None) -> Metrics:
     return metrics
 
 
+def weighted_sum(
+    divergences: Sequence[tuple[float, Divergence]], found: divergence.Comparison, chunk: Signals, signal: str,
+    student: Student, *, tail: str, beta: float,
+) -> Tensor:
+    """Return the weighted sum of divergences to the teacher whose signal has this name, [r].
+
+    `found`: their comparison with the bucket; `tail`, `beta`: keys of the section `distillation`.
+    """
+    teacher, teacher_tail = chunk[f"{signal}.logprobs"], chunk[f"{signal}.tail_logprobs"]
+    sampled, forward = (chunk[f"{signal}.sampled_logprobs"], student.sampled), found.forward_kl
+    if tail == "sampled":
+        assert student.tail is not None
+        ids, tokens = chunk[f"{signal}.ids"], chunk["sampled_ids"]
+        outside = (tokens >= 0) & (ids != tokens[:, None]).all(1)
+        forward, tail = forward + divergence.within_tail(*sampled, teacher_tail, student.tail, outside), "bucket"
+    settings = {"tail": tail, "beta": beta}
+    known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: found.reverse_kl}
+    values = []
+    for factor, row in divergences:
+        if tail == "bucket" and row in known:
+            value = known[row]
+        elif row.signal == "sampled":
+            value = row.function(*sampled)
+        else:
+            options = {name: settings[name] for name in row.options}
+            tails = divergence.tails_for(row.function, teacher_tail, student.tail)
+            both = divergence.finite(teacher), divergence.finite(student.candidates)
+            value = row.function(*both, **tails, **options)
+        values.append(factor * value)
+    return torch.stack(values).sum(0)
+
+
 def distillation(
     divergences: Sequence[tuple[float, Divergence]], *, tail: str, beta: float, coefficient: float,
     limit: float | None = None, estimator: str = "", policy: Policy | None = None, teacher: str = "",
@@ -163,8 +195,7 @@ def distillation(
     With `policy` it is the policy gradient of the `estimator` k1, k2 or k3, and `limit` applies to the advantage. With
     several teachers, each has a term with its name, `teacher`, and its own metrics of divergences.
     """
-    samples_tail, suffix = tail == "sampled", f"/{teacher}" if teacher else ""
-    settings = {"tail": "bucket" if samples_tail else tail, "beta": beta}
+    suffix = f"/{teacher}" if teacher else ""
     signal = f"teacher{suffix}"
 
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
@@ -175,34 +206,14 @@ def distillation(
             chunk = {**chunk, f"{signal}.sampled_logprobs": given}
         # With every loss, so that runs with different losses can be compared.
         found = divergence.compare(target, student.candidates, teacher_tail, student.tail)
-        forward, reverse = found.forward_kl, found.reverse_kl
-        if samples_tail:
-            assert student.tail is not None
-            ids, tokens = chunk[f"{signal}.ids"], chunk["sampled_ids"]
-            outside = (tokens >= 0) & (ids != tokens[:, None]).all(1)
-            both = chunk[f"{signal}.sampled_logprobs"], student.sampled
-            forward = forward + divergence.within_tail(*both, teacher_tail, student.tail, outside)
-        known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
-        values = []
-        for factor, row in divergences:
-            if settings["tail"] == "bucket" and row in known:
-                value = known[row]
-            elif row.signal == "sampled":
-                value = row.function(chunk[f"{signal}.sampled_logprobs"], student.sampled)
-            else:
-                options = {name: settings[name] for name in row.options}
-                tails = divergence.tails_for(row.function, teacher_tail, student.tail)
-                both = divergence.finite(target), divergence.finite(student.candidates)
-                value = row.function(*both, **tails, **options)
-            values.append(factor * value)
-        value = torch.stack(values).sum(0)
+        value = weighted_sum(divergences, found, chunk, signal, student, tail=tail, beta=beta)
         metrics = {
             "actor/kl_loss": value,
             "actor/distillation/student_mass": divergence.support_mass(student.candidates.detach()),
             "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # exact, unlike the sum of float16 candidates
         } | compared(found, chunk.get("quarter"))
         if suffix:
-            own = {"kl_loss": value, "forward_kl": forward, "reverse_kl": reverse}
+            own = {"kl_loss": value, "forward_kl": found.forward_kl, "reverse_kl": found.reverse_kl}
             metrics |= {f"actor/distillation{suffix}/{name}": part for name, part in own.items()}
         weight = value
         if policy is not None:
@@ -218,5 +229,5 @@ def distillation(
 
     return Term(
         name=f"distillation{suffix}", signal=signal, function=function, coefficient=coefficient, of_candidates=True,
-        of_sampled=any(row.signal == "sampled" for _, row in divergences), samples_tail=samples_tail,
+        of_sampled=any(row.signal == "sampled" for _, row in divergences), samples_tail=tail == "sampled",
     )
