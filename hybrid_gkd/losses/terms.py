@@ -163,12 +163,13 @@ def weighted_sum(
     `found`: their comparison with the bucket; `tail`, `beta`: keys of the section `distillation`.
     """
     teacher, teacher_tail = chunk[f"{signal}.logprobs"], chunk[f"{signal}.tail_logprobs"]
-    sampled, forward = (chunk[f"{signal}.sampled_logprobs"], student.sampled), found.forward_kl
+    forward = found.forward_kl
     if tail == "sampled":
         assert student.tail is not None
         ids, tokens = chunk[f"{signal}.ids"], chunk["sampled_ids"]
         outside = (tokens >= 0) & (ids != tokens[:, None]).all(1)
-        forward, tail = forward + divergence.within_tail(*sampled, teacher_tail, student.tail, outside), "bucket"
+        both = chunk[f"{signal}.sampled_logprobs"], student.sampled
+        forward, tail = forward + divergence.within_tail(*both, teacher_tail, student.tail, outside), "bucket"
     settings = {"tail": tail, "beta": beta}
     known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: found.reverse_kl}
     values = []
@@ -176,7 +177,7 @@ def weighted_sum(
         if tail == "bucket" and row in known:
             value = known[row]
         elif row.signal == "sampled":
-            value = row.function(*sampled)
+            value = row.function(chunk[f"{signal}.sampled_logprobs"], student.sampled)
         else:
             options = {name: settings[name] for name in row.options}
             tails = divergence.tails_for(row.function, teacher_tail, student.tail)
