@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, device_name, tail
-from results_methods import ACTOR, ON_DEMO, REGIMES, ROLLOUT, RUNS, VALIDATIONS, Method, Regime, Setting
+from results_methods import ACTOR, ON_DEMO, REGIMES, ROLLOUT, RUNS, TOP_K, VALIDATIONS, Method, Regime, Setting
 from results_report import COLUMNS, is_validation, read, read_all, report
 
 from hybrid_gkd.config.loading import load_config
@@ -179,7 +179,8 @@ def program_overrides(run: Run, settings: Settings, folder: Path) -> list[str]:
         f"trainer.device={settings.device}", f"actor_rollout_ref.model.path={paths.student}",
         f"actor_rollout_ref.teacher.model.path={paths.teacher}", f"trainer.test_freq={max(1, steps // VALIDATIONS)}",
         f"trainer.save_freq={-1 if run.regime.kept else 0}", "trainer.logger=[]", "trainer.experiment_name=run",
-        f"trainer.default_local_dir={folder}", *WARM_UP.split(), *(f"{key}={run.seed}" for key in SEEDS), *own,
+        f"trainer.default_local_dir={folder}", f"distillation.topk={TOP_K}", *WARM_UP.split(),
+        *(f"{key}={run.seed}" for key in SEEDS), *own,
     ]  # fmt: skip
 
 

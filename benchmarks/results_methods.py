@@ -13,6 +13,8 @@ VALIDATIONS = 5
 """Validations of a run after the first; each takes seconds that train nothing."""
 FEW = 512
 """Prompts of the regime with few."""
+TOP_K = 64
+"""The teacher's candidates in runs whose method has no other number; the recipe has more since those were stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,21 @@ def sampled_at(temperature: float) -> Method:
     )  # fmt: skip
 
 
+def with_256_candidates(method: Method) -> Method:
+    """The method with as many candidates as the recipe, four times those of the others (`TOP_K`)."""
+    return replace(
+        method, title=f"{method.title}, 256 candidates", overrides=f"{method.overrides} distillation.topk=256".strip()
+    )
+
+
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 """TRL's vLLM in the process of its trainer."""
 REVERSE = "distillation.loss_mode=reverse_kl distillation.candidates=union"
+OPD = Method(title="on-policy distillation", settings=grid((1e-3, 5e-4, 3e-4), (32, 16)))
+OPD_FEW = replace(OPD, settings=grid((1e-3, 3e-4, 1e-4), (16, 32)))
 MANY = {
-    "opd": Method(title="on-policy distillation", settings=grid((1e-3, 5e-4, 3e-4), (32, 16))),
+    "opd": OPD,
+    "opd_256": with_256_candidates(OPD),
     "opd_fresh": Method(
         title="on-policy distillation, new completions for each optimizer step", settings=grid((1e-3,), (32,), (8.0,)),
         overrides="data.train_batch_size=${by_device:32,2}",
@@ -132,9 +144,11 @@ MANY = {
 LENGTHS = (1.0, 0.3)
 """Supervised training needs fewer passes over few prompts, which only runs of their whole length show."""
 FEW_METHODS = {
-    "opd": replace(MANY["opd"], settings=grid((1e-3, 3e-4, 1e-4), (16, 32))),
+    "opd": OPD_FEW,
+    "opd_256": with_256_candidates(OPD_FEW),
     "opd_diverse": sampled_at(1.3),
     "opd_hot": sampled_at(1.6),
+    "opd_diverse_256": with_256_candidates(sampled_at(1.3)),
     "sft_opd": Method(  # the warm start is the best SFT of this regime
         title="SFT on the data, then on-policy", given="data",
         settings=grid((3e-4, 1e-3, 1e-4), (16, 32)), search_fraction=0.6,
@@ -168,7 +182,7 @@ WARM_METHODS = {
 COMPRESS_SETTINGS = grid((6e-4, 3e-4, 1e-3), (128,))
 """Mini-batches of 32 ended on-policy distillation higher after as many tokens, and each step costs the host 0.13 s."""
 COMPRESS_METHODS = {
-    "opd": replace(MANY["opd"], settings=COMPRESS_SETTINGS),
+    "opd": replace(OPD, settings=COMPRESS_SETTINGS),
     "off_policy": replace(MANY["off_policy"], settings=COMPRESS_SETTINGS),
     # As many minutes as on-policy distillation takes, at the best rate of the search.
     "off_policy_long": replace(
