@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 
@@ -16,6 +17,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         found |= flat(value, f"{prefix}.{name}" if prefix else str(name))
     return found
+
+
+def references(values: dict[str, Any]) -> dict[str, str]:
+    """Return the keys of a flat configuration that are `${another.key}` and nothing else, with that key."""
+    return {key: found[1] for key, value in values.items() if (found := re.fullmatch(r"\$\{([\w.]+)\}", str(value)))}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:

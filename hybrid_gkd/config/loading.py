@@ -26,6 +26,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.readings import OF_VERL
 from hybrid_gkd.config.actor_rollout_ref import TeacherConfig
+from hybrid_gkd.config.flat import flat, references
 from hybrid_gkd.config.metadata import LENGTH_SCHEDULE
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
@@ -127,20 +128,15 @@ def _fill_missing(merged: DictConfig) -> list[ConfigError]:
 
 def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
     """Return the error of a value whose `${...}` cannot be resolved, not of one that is defined as that value."""
-    key, tree = _full_key(error), OmegaConf.to_container(merged)
-
-    def value_of(key: str) -> Any:
-        names = key.split(".")
-        return functools.reduce(lambda part, name: part.get(name) if isinstance(part, dict) else None, names, tree)
-
-    given, seen = value_of(key), {key}
-    while (found := re.fullmatch(r"\$\{([\w.]+)\}", str(given))) and value_of(found[1]) and found[1] not in seen:
-        key, given = found[1], value_of(found[1])
+    key, values = _full_key(error), flat(OmegaConf.to_container(merged))
+    sources, seen = references(values), {key}
+    while (source := sources.get(key)) in values and source not in seen:
+        key = source
         seen.add(key)
     reason, hint = _reason(error), "${...} refers to another key; for a shell variable remove the single quotes"
     if "Environment variable" in reason:
         hint = "set it, or give a default as in ${oc.env:NAME,default}"
-    return ConfigError(key, f"{reason}: {hint}", given)
+    return ConfigError(key, f"{reason}: {hint}", values.get(key))
 
 
 def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:

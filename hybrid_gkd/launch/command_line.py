@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from hybrid_gkd.config import NAMED, UNNAMED, Config
-from hybrid_gkd.config.flat import differences, flat
+from hybrid_gkd.config.flat import differences, flat, references
 from hybrid_gkd.config.loading import CONFIG_DIR, examine_config
 from hybrid_gkd.config.suggestions import suggestion
 from hybrid_gkd.demo.use import used_demos
@@ -141,24 +141,33 @@ def changed_from_recipe(config: Config, options: argparse.Namespace) -> tuple[st
     """Return the recipe of a command line and the changes to it: dotted key -> [recipe value, value of this run]."""
     name = options.config_name or default_config_name(options.overrides)
     recipe, _ = examine_config([], config_name=name, config_path=options.config_path)
-    return name, differences(flat(asdict(recipe or Config())), flat(asdict(config)))
+    return name, differences(flat(asdict(recipe or _defaults())), flat(asdict(config)))
 
 
 def set_keys(config: Config, options: argparse.Namespace) -> list[str]:
     """Return the keys whose values differ from the default and from this repository's recipe: those that the user set.
 
-    Keys that are turned off (0, false, or null in place of a default value) are left out.
+    Keys that are turned off (0, false, or null in place of a default value) are left out, and those that have the value
+    of another key by default.
     """
     name = options.config_name or default_config_name(options.overrides)
     recipe, _ = examine_config(config_name=name, config_path=options.config_path, only_recipes=True)
-    default, _ = examine_config()
-    defaults, chosen = (flat(asdict(each or Config())) for each in (default, recipe))
-    found = list[str]()
-    for key, value in flat(asdict(config)).items():
+    default = _defaults()
+    defaults, chosen, values = (flat(asdict(each)) for each in (default, recipe or default, config))
+    sources, found = references(flat(asdict(Config()))), list[str]()
+    for key, value in values.items():
         usual = defaults.get(re.sub(rf"^{re.escape(NAMED)}\.[\w-]+", UNNAMED, key))
-        if value not in (usual, chosen.get(key)) and (value or usual is None):
+        followed = values[sources[key]] if key in sources else usual
+        if value not in (usual, chosen.get(key), followed) and (value or usual is None):
             found.append(key)
     return found
+
+
+def _defaults() -> Config:
+    """Return the configuration of an empty command line without a recipe."""
+    config, _ = examine_config()
+    assert config is not None
+    return config
 
 
 def default_config_name(overrides: list[str]) -> str:

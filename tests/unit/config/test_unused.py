@@ -176,6 +176,12 @@ def test_the_key_of_a_single_teacher_is_named(caplog):
     assert "no effect: key and weight of distillation.teacher_models.math (a single teacher scores all" in caplog.text
 
 
+def test_values_that_follow_another_key_are_not_named():
+    own = [*DISTIL, "trainer.seed=5", "data.shuffle=false"]
+    assert not found(*own)
+    assert [*found(*own, "data.seed=6")] == ["data.seed"]
+
+
 def test_defaults_and_values_that_are_off_are_never_named():
     off = ["algorithm.kl_ctrl.kl_coef=0.0", f"{ARR}.actor.kl_loss_coef=0", "trainer.test_freq=0"]
     assert not found(*REWARDED, *off, "distillation.loss_mode=forward_kl", f"{ARR}.actor.kl_loss_type=low_var_kl")
