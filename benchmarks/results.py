@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, device_name, tail
-from results_methods import ACTOR, ON_DEMO, REGIMES, ROLLOUT, RUNS, TOP_K, VALIDATIONS, Method, Regime, Setting
+from results_methods import ACTOR, ON_DEMO, REGIMES, RUNS, TOP_K, VALIDATIONS, Method, Regime, Setting
 from results_report import COLUMNS, is_validation, read, read_all, report
 
 from hybrid_gkd.config.loading import load_config
@@ -61,7 +61,6 @@ from hybrid_gkd.teacher.server.supervisor import visible_gpus
 STORED = ROOT / "benchmarks" / "results"
 WARM_UP = f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1"
 """A fraction of the optimizer steps, since methods take different numbers of them."""
-SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
 STEPS = {"cuda": 110, "cpu": 20}
 """Training steps of a run, each of a rollout batch: 5.1M tokens of completions on a GPU."""
 BATCH = {"cuda": 256, "cpu": 32}
@@ -180,7 +179,7 @@ def program_overrides(run: Run, settings: Settings, folder: Path) -> list[str]:
         f"actor_rollout_ref.teacher.model.path={paths.teacher}", f"trainer.test_freq={max(1, steps // VALIDATIONS)}",
         f"trainer.save_freq={-1 if run.regime.kept else 0}", "trainer.logger=[]", "trainer.experiment_name=run",
         f"trainer.default_local_dir={folder}", f"distillation.topk={TOP_K}", *WARM_UP.split(),
-        *(f"{key}={run.seed}" for key in SEEDS), *own,
+        f"trainer.seed={run.seed}", *own,
     ]  # fmt: skip
 
 
